@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from sluice.bench.harness import finish
+from sluice.bench.harness import finish, run
 
 app = App(
     name="bench",
@@ -158,8 +158,9 @@ def images(
     """Pictures from the file to the gradient: where the time goes, how often each is processed, the memory of many.
 
     The share of fetch, decode, processor, vision tower, prefill, decoding and training, each timed alone, for groups of
-    sequences of the demo's scenes; how often a worker and a trainer process each picture; the peak memory of a worker
-    with 1,000 pictures in its queue, beside 10. About 4 minutes. --rounds applies to the stages.
+    sequences of the demo's scenes; how often a worker and a trainer process each picture, and how often the vision
+    tower runs for it; the peak memory of a worker with 1,000 pictures in its queue, beside 10. About 4 minutes.
+    --rounds applies to the stages.
 
     Example: `sluice bench images --json`
     """
@@ -235,4 +236,4 @@ def truth(
 def _run(bench: str, as_json: bool, **options: Any) -> None:
     """Measure what these options plan; a benchmark is imported when it runs."""
     module = import_module(f"sluice.bench.{bench}")
-    finish(module.measure(module.Plan.of(**options)), as_json=as_json)
+    finish(run(module.measure, module.Plan.of(**options)), as_json=as_json)

@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,19 +32,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from sluice.bench.child import Parent
-from sluice.bench.harness import (
-    HOME,
-    at_least_one,
-    own_directory,
-    play,
-    ratios,
-    run_interruptible,
-    say,
-    spread,
-    why_no_vllm,
-)  # fmt: skip
+from sluice.bench.harness import HOME, at_least_one, play, ratios, say, spread, why_no_vllm
 from sluice.bench.models import ENDLESS_CONTEXT, endless_model
-from sluice.bench.processes import START_S, Fleet, enforce_eager, engine_environment
+from sluice.bench.processes import START_S, Fleet, cpu_s, enforce_eager, engine_environment, peak_bytes
 from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
 from sluice.pipeline.errors import ConfigError, EngineError, SluiceError
 from sluice.pipeline.wire.messages import SamplingParams
@@ -149,7 +138,7 @@ class Plan:
         return cls(by_count, threads, longest, endless_model(HOME), why_no_vllm(vllm))
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
     `hf_vs_padded`, `hf_vs_continuous`, `vllm_efficiency`: our rate over the peer's, by count of sequences, null if
@@ -157,11 +146,6 @@ def measure(plan: Plan) -> dict[str, Any]:
     `peak_mb`: peak memory of the side's processes (on CUDA: of the allocator). `startup_s`: from the start of the
     process to its first token.
     """
-    with own_directory() as home:
-        return run_interruptible(_run(plan, home))
-
-
-async def _run(plan: Plan, home: Path) -> dict[str, Any]:
     fleets, startup_s = dict[str, Fleet](), dict[str, float]()
     env = {**engine_environment(plan.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
@@ -260,6 +244,13 @@ def _conditions(plan: Plan) -> dict[str, Any]:
         "model": plan.model.name,
     }
     return {**found, "why_no_vllm": plan.why_no_vllm} if plan.why_no_vllm else found
+
+
+def _peak_mb() -> float:
+    """On CUDA the allocator's peak, else that of the processes; MB of 10^6 bytes."""
+    import torch
+
+    return ((torch.cuda.is_available() and torch.cuda.max_memory_allocated()) or peak_bytes()) / 1e6
 
 
 async def serve_side(parent: Parent, name: str, model: str, threads: int, max_batch: int) -> None:
@@ -411,30 +402,3 @@ def _load_module(model: Path) -> Any:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
     return loaded.to(device).eval()
-
-
-def cpu_s() -> float:
-    """CPU seconds of this process and those it started (user and system); 0 without /proc."""
-    fields = [stat.rpartition(")")[2].split() for stat in _proc("stat")]
-    return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
-
-
-def _peak_mb() -> float:
-    """Peak memory: on CUDA the allocator's peak, else the sum of peak resident sizes; MB of 10^6 bytes."""
-    import torch
-
-    if torch.cuda.is_available() and (used := torch.cuda.max_memory_allocated()):
-        return used / 1e6
-    lines = [line for status in _proc("status") for line in status.splitlines() if line.startswith("VmHWM:")]
-    return sum(int(line.split()[1]) for line in lines) * 1024 / 1e6
-
-
-def _proc(name: str) -> Iterator[str]:
-    """This /proc file of this process and of each process it started."""
-    waiting = ["self"]
-    while waiting:
-        process = Path("/proc", waiting.pop())
-        with contextlib.suppress(OSError):  # it has just ended
-            yield (process / name).read_text()
-            for children in process.glob("task/*/children"):
-                waiting += children.read_text().split()

@@ -1,8 +1,7 @@
 """What all benchmarks share: a private directory, alternating rounds, some statistics, one JSON object.
 
-    Plan.of(options) ─▶ measure(plan) ─┬▶ own_directory, run_interruptible      ─┐
-                                       ├▶ play: every side, round by round       ├─▶ finish: stdout
-                                       └▶ ratios, spread, median, percentile    ─┘   say: stderr
+    Plan.of(options) ─▶ run ─▶ measure(plan, home) ─┬▶ play: every side, round by round     ─┬─▶ finish: stdout
+                                                    └▶ ratios, spread, median, percentile   ─┘   say: stderr
 
 The sides of a round do the same work, and each round begins with a different side, so drift of the machine affects
 them equally. A ratio is the median of the rounds' ratios, never the ratio of the medians.
@@ -62,8 +61,17 @@ def own_directory() -> Iterator[Path]:
         shutil.rmtree(home, ignore_errors=True)
 
 
+def run(measure: Callable[[Any, Path], Coroutine[Any, Any, dict[str, Any]] | dict[str, Any]], plan: Any) -> Any:
+    """The benchmark's result, with `why_no_vllm` if the plan has a reason."""
+    with own_directory() as home:
+        found = measure(plan, home)
+        found = run_interruptible(found) if isinstance(found, Coroutine) else found
+    why = getattr(plan, "why_no_vllm", None)
+    return {**found, "why_no_vllm": why} if why else found
+
+
 def run_interruptible(bench: Coroutine[Any, Any, T]) -> T:
-    """The benchmark's result. On Ctrl-C and SIGTERM its scopes close, then KeyboardInterrupt is raised."""
+    """The result of a coroutine. On Ctrl-C and SIGTERM its scopes close, then KeyboardInterrupt is raised."""
 
     async def ended_by_signals() -> T | None:
         task = asyncio.create_task(bench)

@@ -84,31 +84,28 @@ def cached(home: Path, name: str, parameters: Any, modules: Sequence[ModuleType]
 
 def demo_model(home: Path) -> Path:
     from sluice.demo.digits import model, tokenizer
-    from sluice.demo.tiny import model as shape
-    from sluice.demo.tiny import tokenizer as words
 
-    settings = model.ModelSettings()
-
-    def save(directory: Path) -> None:
-        codec = tokenizer.build_tokenizer()
-        model.save_model(model.build_model(settings, codec), codec, directory)
-
-    return cached(home, "model", asdict(settings), [model, tokenizer, shape, words], save)
+    return _random(home, "model", model.ModelSettings(), model, tokenizer, model.save_model)
 
 
 def pictures_model(home: Path) -> Path:
     """Random weights in the shape of the demo's Qwen3-VL."""
     from sluice.demo.pictures import model, processor
+
+    settings = model.ModelSettings(max_positions=1024)
+    return _random(home, "pictures-model", settings, model, processor, processor.save_model)
+
+
+def _random(home: Path, name: str, settings: Any, model: Any, codecs: Any, save_model: Callable[..., Any]) -> Path:
+    """A model of the demo, from its modules."""
     from sluice.demo.tiny import model as shape
     from sluice.demo.tiny import tokenizer as words
 
-    settings = model.ModelSettings(max_positions=1024)
-
     def save(directory: Path) -> None:
-        codec = processor.build_tokenizer()
-        processor.save_model(model.build_model(settings, codec), codec, directory)
+        codec = codecs.build_tokenizer()
+        save_model(model.build_model(settings, codec), codec, directory)
 
-    return cached(home, "pictures-model", asdict(settings), [model, processor, shape, words], save)
+    return cached(home, name, asdict(settings), [model, codecs, shape, words], save)
 
 
 def endless_model(home: Path) -> Path:

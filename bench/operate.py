@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
 import random
 import subprocess
 import time
@@ -29,17 +31,7 @@ from redis.asyncio import Redis
 
 from sluice.bench import pipeline as bench_pipeline
 from sluice.bench.broker import CHUNK, chunks, decode_job, enqueue, own_broker, serving
-from sluice.bench.harness import (
-    HOME,
-    at_least_one,
-    own_directory,
-    percentile,
-    play,
-    ratios,
-    run_interruptible,
-    say,
-    spread,
-)  # fmt: skip
+from sluice.bench.harness import HOME, at_least_one, percentile, play, ratios, say, spread
 from sluice.bench.http import free_ports, get_s, open_session, until_healthy
 from sluice.bench.models import demo_model
 from sluice.bench.pipeline import QueuedEngines, Sample
@@ -49,6 +41,7 @@ from sluice.consumers.history.files import history_directory
 from sluice.consumers.history.reader import HistoryReader
 from sluice.consumers.history.recorder import Recorder
 from sluice.consumers.history.records import SequenceFilter
+from sluice.consumers.run_files import METRICS
 from sluice.consumers.samples import Sampler
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.tasks.registry import load_task
@@ -65,11 +58,18 @@ from sluice.pipeline.wire.messages import SamplingParams, SequenceResult, Traini
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 _RUN = "operate"
+_GROUP = 4  # sequences of a job
+_INDEXED_S = 600.0
 _AIMS = {"dashboard_p95_ms_max": 150.0, "help_s": 0.3, "metrics_overhead": 0.01}
 _WARM_PAGES, _WARM_SEQUENCES = 2, 64
 _HELP_S = 60
 _SCRAPE_EVERY_S = 1.0
 _SCENES = 256  # distinct ones
+_OTHER, _WORD = "operate-before", "seven"
+_METRICS = (
+    "train/loss", "policy/loss", "policy/reward_mean", "policy/approx_kl", "policy/version_lag_mean", "rollout/f1",
+    "rollout/gen_new_tokens_mean", "rollout/gen_new_tokens_total", "train/step_s", "train/score_s", "train/publish_s",
+)  # fmt: skip
 _FLUSH_EVERY = 500
 _PROCESSES = 16
 
@@ -91,29 +91,25 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(plan, **given)
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
     `dashboard_p95_ms`: milliseconds by page, with `finished` sequences in the history (`dashboard_p95_ms_max`: of the
-    slowest page). `help_s`: seconds of `sluice --help`, median. `metrics_overhead`: 1 - tokens per second with metrics
-    scraped every second over tokens per second without, median of the rounds.
+    slowest page; `curves`, `search`, `group`, `compare`: four of them). `indexed_s`: seconds until the dashboard has
+    indexed that history. `help_s`: seconds of `sluice --help`, median. `metrics_overhead`: 1 - tokens per second with
+    metrics scraped every second over tokens per second without, median of the rounds.
     """
-    with own_directory() as home:
-        found: dict[str, Any] = {"help_s": median([_help_s() for _ in range(plan.helps + 1)][1:])}
-        say(f"help: {found['help_s']:.3f} s")
-        found |= run_interruptible(_run(plan, home))
+    found: dict[str, Any] = {"help_s": median([_help_s() for _ in range(plan.helps + 1)][1:])}
+    say(f"help: {found['help_s']:.3f} s")
+    async with own_broker(home / "one") as one:
+        found |= await _pages(plan, home, *one)
+        async with own_broker(home / "two") as two:
+            found |= await _overhead(plan, home, (one, two))
     return {**found, "aims": aims(found), "sizes": msgspec.to_builtins(plan)}
 
 
 def aims(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: {"aim": f"<= {most}", "met": found[name] <= most} for name, most in _AIMS.items()}
-
-
-async def _run(plan: Plan, home: Path) -> dict[str, Any]:
-    async with own_broker(home / "one") as one:
-        found = await _pages(plan, home, *one)
-        async with own_broker(home / "two") as two:
-            return {**found, **await _overhead(plan, home, (one, two))}
 
 
 def _help_s() -> float:
@@ -133,6 +129,8 @@ async def _pages(plan: Plan, home: Path, client: Any, url: str) -> dict[str, Any
     await fill_history(config, plan.finished)
     say(f"history: {plan.finished} sequences recorded in {time.monotonic() - started:.1f} s")
     await fill_broker(client, config, plan.queued)
+    for name in (_RUN, _OTHER):
+        write_steps(home / name, plan.finished)
     resolved = provenance.store(config, home / _RUN)
     paths = await _paths(config, client)
     (port,) = free_ports(1)
@@ -142,6 +140,8 @@ async def _pages(plan: Plan, home: Path, client: Any, url: str) -> dict[str, Any
         command = sluice_command("dashboard", "-c", str(resolved), "--set", f"dashboard.port={port}")
         await fleet.start(command, {"REDIS_URL": url, "SLUICE_DASHBOARD_KEY": ""})
         await until_healthy(session, site, fleet)
+        indexed_s = await _until_indexed(session, site)
+        say(f"index: {plan.finished} sequences within {indexed_s:.1f} s of the dashboard's start")
         async with _beside(_look(session, site)):
             for turn in range(plan.requests + _WARM_PAGES):
                 for name, path in paths.items():
@@ -151,13 +151,17 @@ async def _pages(plan: Plan, home: Path, client: Any, url: str) -> dict[str, Any
     p50, p95 = ({name: percentile(each, share) for name, each in times.items()} for share in (0.5, 0.95))
     worst = max(p95, key=lambda name: p95[name])
     say(f"dashboard: the slowest page is {worst}, p95 {p95[worst]:.1f} ms with {plan.finished} finished sequences")
-    stored = sum(path.stat().st_size for path in (home / _RUN / "history").iterdir())
+    files = {path.name: path.stat().st_size for path in (home / _RUN / "history").iterdir()}
+    index = sum(size for name, size in files.items() if name.startswith("index."))
     return {
+        **{name: p95[name] for name in ("curves", "search", "group", "compare")},
+        "indexed_s": indexed_s,
+        "index_bytes_per_sequence": index / plan.finished,
         "dashboard_p95_ms": p95,
         "dashboard_p50_ms": p50,
         "dashboard_p95_ms_max": p95[worst],
         "finished": plan.finished,
-        "history_bytes_per_sequence": stored / plan.finished,
+        "history_bytes_per_sequence": (sum(files.values()) - index) / plan.finished,
     }
 
 
@@ -170,9 +174,15 @@ async def _paths(config: Config, client: Any) -> dict[str, str]:
     part = quote(middle.job_id.rpartition(":")[2][:6])
     return {
         "overview": "/",
+        "curves": "/curves",
+        "compare": f"/runs/curves?with={config.run}&with={_OTHER}",
+        "runs": f"/runs?with={config.run}&with={_OTHER}",
+        "search": f"/sequences?text={quote(_WORD)}",
+        "sequences, sorted": "/sequences?sort=longest&finish_reason=stop",
+        "group": f"/jobs/{quote(middle.job_id, safe=':')}",
         "jobs": "/jobs",
         "jobs, searched": f"/jobs?search={part}",
-        "job": f"/jobs/{quote(middle.job_id, safe=':')}",
+        "job": f"/jobs/{quote(newest.rows[0].job_id, safe=':')}",
         "sequences": "/sequences",
         "sequences, filtered": "/sequences?finish_reason=length&triggered=yes",
         "sequences, searched": f"/sequences?search={part}",
@@ -184,6 +194,28 @@ async def _paths(config: Config, client: Any) -> dict[str, str]:
         "dead letter": f"/dead-letters/{quote(letters[-1], safe=':')}",
         "config": "/config",
     }
+
+
+async def _until_indexed(session: aiohttp.ClientSession, site: str) -> float:
+    """Until a search says no more that sequences are missing in it; seconds."""
+    started = time.monotonic()
+    while time.monotonic() - started < _INDEXED_S:
+        async with session.get(f"{site}/sequences?text={quote(_WORD)}") as answer:
+            if answer.status == 200 and "indexed yet" not in await answer.text():
+                return time.monotonic() - started
+        await asyncio.sleep(0.5)
+    raise SluiceError(f"the dashboard has not indexed the history within {_INDEXED_S:.0f} s")
+
+
+def write_steps(directory: Path, count: int) -> None:
+    """What the trainer of a run of `count` sequences would have written, one step per 64 sequences."""
+    directory.mkdir(parents=True, exist_ok=True)
+    steps, rng, now = max(2, count // 64), random.Random(0), time.time()
+    with (directory / METRICS).open("w") as stream:
+        for step in range(1, steps + 1):
+            values = {key: 1 / step + 0.1 * rng.random() for key in _METRICS}
+            line = {"step": step, "version": step - 1, "at": now - 2 * (steps - step), **values}
+            stream.write(json.dumps(line) + "\n")
 
 
 async def _look(session: aiohttp.ClientSession, site: str) -> None:
@@ -255,20 +287,26 @@ async def _overhead(plan: Plan, home: Path, brokers: tuple[tuple[Any, str], ...]
 
 
 async def fill_history(config: Config, count: int) -> None:
-    """`count` finished sequences, one a group."""
+    """`count` finished sequences in groups of four, each with a reward."""
     codec = HFTextCodec(config.model.path)
     task = load_task(config.rollout_matching)
     context = TaskContext(codec=codec, options=config.rollout_matching, seed=config.seed, policy=config.policy)
     sampler, recorder = Sampler(task, context, config.consumer), Recorder(config, 0)
     try:
         made: dict[str, TrainingSample] = {}
-        for number, result in enumerate(_results(config.run, codec, count)):
-            group = Group(result.group_id, 1, {(0, 0): result}, [], {0: 1})
-            if result.text not in made:
-                [made[result.text]], _ = sampler.samples_of(group)
-            sample = replace(made[result.text], seq_id=result.seq_id, group_id=result.group_id)
-            recorder.note(group, [sample], [])
-            if number % _FLUSH_EVERY == _FLUSH_EVERY - 1:
+        rng, results = random.Random(1), _results(config.run, codec, count)
+        for number in range(0, count, _GROUP):
+            members = list(itertools.islice(results, _GROUP))
+            first, size = members[0], len(members)
+            if first.text not in made:
+                alone = Group(first.group_id, 1, {(0, 0): first}, [], {0: 1})
+                [made[first.text]], _ = sampler.samples_of(alone)
+            sample = replace(made[first.text], group_id=first.group_id)
+            samples = [replace(sample, seq_id=each.seq_id, reward=rng.random()) for each in members]
+            group = Group(first.group_id, size, parts=dict.fromkeys(range(size), 1))
+            group.members |= {(each.index, 0): each for each in members}
+            recorder.note(group, samples, [])
+            if number % _FLUSH_EVERY < _GROUP:
                 await recorder.flush()
         await recorder.flush()
     finally:
@@ -299,14 +337,14 @@ def _results(run: str, codec: HFTextCodec, count: int) -> Iterator[SequenceResul
     scenes, rng, now = _scenes(codec), random.Random(0), time.time()
     sampling = SamplingParams(max_new_tokens=128)
     for number in range(count):
-        prompt, tokens, text, truth = scenes[number % len(scenes)]
-        job_id, version = job_id_for(run, f"past:{number}", 0, sampling, 1), number // 1000
+        prompt, tokens, text, truth = scenes[number // _GROUP % len(scenes)]
+        job_id, version = job_id_for(run, f"past:{number // _GROUP}", 0, sampling, _GROUP), number // 1000
         half = len(tokens) // 2
         yield SequenceResult(
-            seq_id=f"{job_id}:0",
+            seq_id=f"{job_id}:{number % _GROUP}",
             group_id=job_id,
-            group_size=1,
-            index=0,
+            group_size=_GROUP,
+            index=number % _GROUP,
             worker=f"worker-{number % _PROCESSES}",
             backend="hf",
             engine_version="bench",

@@ -22,14 +22,13 @@ from typing import Any
 
 from sluice.bench.broker import chunks, enqueue, own_broker, until_serving
 from sluice.bench.child import Parent
-from sluice.bench.harness import HOME, at_least_one, own_directory, percentile, play, ratios, run_interruptible, say
+from sluice.bench.harness import HOME, at_least_one, percentile, play, ratios, say
 from sluice.bench.models import demo_model
-from sluice.bench.processes import Fleet, run_settings, set_options
+from sluice.bench.processes import Fleet, run_settings
 from sluice.pipeline.broker.streams import result_reader
 from sluice.pipeline.config import load_config
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
 from sluice.pipeline.queue import JobQueue, job_id_for, seed_for
-from sluice.pipeline.run.supervisor import sluice_command
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult, decode
 
@@ -93,18 +92,13 @@ Round = Mapping[str, Sample]
 """Both sides, `bare` and `queued`, over the same jobs."""
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
     `bytes_per_token`: bytes the broker received during the pipeline's rounds, by its own count, per token
     decoded. `result_bytes_per_token`: the part of it due to result entries.
     `latency_*_s`: from the queue's `enqueued_at` to the arrival in the sink, decoding included.
     """
-    with own_directory() as home:
-        return run_interruptible(_run(plan, home))
-
-
-async def _run(plan: Plan, home: Path) -> dict[str, Any]:
     async with (
         own_broker(home / "broker") as (client, url),
         Fleet("worker", home) as workers,
@@ -308,7 +302,7 @@ class QueuedEngines:
     async def start(self) -> None:
         """Start the workers and wait until each has its engine; they are stopped outside rounds."""
         for _ in range(self._plan.workers):
-            await self._fleet.start(sluice_command("worker", *set_options(self._settings)), {"REDIS_URL": self._url})
+            await self._fleet.start_role("worker", self._settings, self._url)
         await self._sink.open()
         await until_serving(self._client, self.keys, self._fleet, self._plan.workers)
         self._fleet.pause()

@@ -22,7 +22,7 @@ import msgspec
 from sluice.bench import child
 from sluice.pipeline.child_process import tethered
 from sluice.pipeline.errors import DeadlineExceeded, SluiceError
-from sluice.pipeline.run.supervisor import last_line
+from sluice.pipeline.run.supervisor import last_line, sluice_command
 
 T = TypeVar("T")
 
@@ -55,6 +55,11 @@ class Fleet:
                 process_group=0, limit=_LINE_LIMIT,
             )  # fmt: skip
         self.processes.append(process)
+
+    async def start_role(self, role: str, settings: Sequence[str], url: str, env: dict[str, str] | None = None) -> None:
+        """Start `sluice ROLE` with `KEY=VALUE` settings, on the broker at `url`."""
+        options = [part for value in settings for part in ("--set", value)]
+        await self.start(sluice_command(role, *options), {"REDIS_URL": url, **(env or {})})
 
     async def start_child(
         self, serve: Callable[..., Any], arguments: Sequence[Any] = (), env: dict[str, str] | None = None
@@ -111,13 +116,8 @@ class Fleet:
             self.pause()
 
     def cpu_s(self) -> float:
-        """CPU seconds they have used so far (user and system); 0 without /proc."""
-        ticks = 0
-        for process in self.processes:
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-                ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+        """CPU seconds that they, without their own children, have used so far."""
+        return sum(cpu_s(process.pid, children=False) for process in self.processes)
 
     def check(self) -> None:
         """Raise SluiceError if one has ended."""
@@ -152,6 +152,29 @@ class Fleet:
         return self._logs / f"{self._kind}-{index}.log"
 
 
+def cpu_s(pid: int | str = "self", *, children: bool = True) -> float:
+    """CPU seconds of a process and those it started (user and system); 0 without /proc."""
+    fields = [stat.rpartition(")")[2].split() for stat in _proc(pid, "stat", children=children)]
+    return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
+
+
+def peak_bytes(pid: int | str = "self") -> int:
+    """The sum of the peak resident sizes of a process and those it started; 0 without /proc."""
+    lines = [line for status in _proc(pid, "status") for line in status.splitlines() if line.startswith("VmHWM:")]
+    return sum(int(line.split()[1]) for line in lines) << 10
+
+
+def _proc(pid: int | str, name: str, *, children: bool = True) -> Iterator[str]:
+    """This /proc file of a process and of each process it started."""
+    waiting = [str(pid)]
+    while waiting:
+        process = Path("/proc", waiting.pop())
+        with contextlib.suppress(OSError):  # it has just ended
+            yield (process / name).read_text()
+            for found in process.glob("task/*/children") if children else ():
+                waiting += found.read_text().split()
+
+
 def child_command(serve: Callable[..., Any], arguments: Sequence[Any] = ()) -> list[str]:
     """The command of a process that runs this function, see `sluice.bench.child`."""
     return [sys.executable, "-P", "-m", child.__name__, serve.__module__, serve.__name__, json.dumps(arguments)]
@@ -179,8 +202,3 @@ def run_settings(run: str, model: Path, *more: str) -> list[str]:
     """The configuration of a benchmark's run as `KEY=VALUE`: one thread each, no GPU claimed, a task without images."""
     common = ["worker.claim_gpu=false", "worker.torch_threads=1", "rollout_matching.task=exact_answer"]
     return [f"run={run}", f"model.path={model}", *common, *more]
-
-
-def set_options(settings: Sequence[str]) -> list[str]:
-    """`KEY=VALUE` settings as a role's command line takes them."""
-    return [part for value in settings for part in ("--set", value)]

@@ -36,28 +36,15 @@ import aiohttp
 import msgspec
 
 from sluice.bench.broker import in_flight, own_broker, until_serving
-from sluice.bench.harness import (
-    HOME,
-    at_least_one,
-    in_turns,
-    own_directory,
-    percentile,
-    play,
-    ratios,
-    run_interruptible,
-    say,
-    spread,
-    why_no_vllm,
-)
+from sluice.bench.harness import HOME, at_least_one, in_turns, percentile, play, ratios, say, spread, why_no_vllm
 from sluice.bench.http import first_text_s, free_ports, open_session, post, until_healthy
 from sluice.bench.models import NUM_TURNS, TURN_TOKENS, agent_model, conversation, prompt_text
-from sluice.bench.processes import Fleet, engine_environment, run_settings, set_options
+from sluice.bench.processes import Fleet, engine_environment, run_settings
 from sluice.pipeline.config import load_config
 from sluice.pipeline.config.types import GatewayConfig
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.pipeline.prompts.turn_tokens import Renderer
-from sluice.pipeline.run.supervisor import sluice_command
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import Progress, SamplingParams
 from sluice.producers.rollout_client.peer import KEY_NAMES
@@ -124,7 +111,7 @@ class Bench:
     session: aiohttp.ClientSession
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
     `rollouts_s`: rollouts per second through rollout server, gateway and a worker (`rollouts_s_direct`: their turns on
@@ -132,10 +119,13 @@ def measure(plan: Plan) -> dict[str, Any]:
     pairs. `gateway_vs_vllm_serve`: completion tokens per second, over vLLM's own server (None: see
     `why_no_vllm`); `with_logprobs`: the same for requests with logprobs.
     """
-    with own_directory() as home:
-        model = agent_model(HOME)
-        parts = run_interruptible(_run(plan, home, model))
-    found = {
+    model = agent_model(HOME)
+    async with own_broker(home / "broker") as (client, url), open_session() as session:
+        bench = Bench(home, client, url, model, session)
+        parts = await _on_hf(plan.sizes, bench)
+        if not plan.why_no_vllm:
+            parts |= await _on_vllm(plan.sizes, bench)
+    return {
         **fields(parts),
         "sizes": msgspec.to_builtins(plan.sizes),
         "num_rollouts": plan.sizes.rollouts,
@@ -146,7 +136,6 @@ def measure(plan: Plan) -> dict[str, Any]:
         "dtype": "float32",
         "model": model.name,
     }
-    return {**found, "why_no_vllm": plan.why_no_vllm} if plan.why_no_vllm else found
 
 
 def fields(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -162,13 +151,6 @@ def fields(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "served": parts.get("plain"),
         "served_with_logprobs": parts.get("logprobs"),
     }
-
-
-async def _run(plan: Plan, home: Path, model: Path) -> dict[str, dict[str, Any]]:
-    async with own_broker(home / "broker") as (client, url), open_session() as session:
-        bench = Bench(home, client, url, model, session)
-        parts = await _on_hf(plan.sizes, bench)
-        return parts if plan.why_no_vllm else {**parts, **await _on_vllm(plan.sizes, bench)}
 
 
 async def _on_hf(sizes: Sizes, bench: Bench) -> dict[str, dict[str, Any]]:
@@ -223,11 +205,11 @@ async def _running(bench: Bench, chosen: Sequence[str], *more: str) -> AsyncIter
     """A worker, a gateway and `more` roles, all ready; the addresses of gateway and rollout server."""
     run = chosen[0].partition("=")[2]
     ports = free_ports(2)
-    options = set_options([*chosen, f"gateway.port={ports[0]}", f"rollout_server.port={ports[1]}"])
-    env = {**engine_environment(), "REDIS_URL": bench.url, **dict.fromkeys(KEY_NAMES, "")}  # no key needed
+    options = [*chosen, f"gateway.port={ports[0]}", f"rollout_server.port={ports[1]}"]
+    env = {**engine_environment(), **dict.fromkeys(KEY_NAMES, "")}  # no key needed
     async with Fleet(run, bench.home) as fleet:
         for role in ("worker", "gateway", *more):
-            await fleet.start(sluice_command(role, *options), env)
+            await fleet.start_role(role, options, bench.url, env)
         gateway, server = (f"http://127.0.0.1:{port}" for port in ports)
         for url in (gateway, server)[: 1 + len(more)]:
             await until_healthy(bench.session, url, fleet)

@@ -25,9 +25,9 @@ import numpy as np
 
 from sluice.bench.broker import CHUNK, broker_config, broker_s, decode_job, enqueue, in_flight, own_broker, used_bytes
 from sluice.bench.child import Parent
-from sluice.bench.harness import HOME, own_directory, run_interruptible, say, until
+from sluice.bench.harness import HOME, say, until
 from sluice.bench.models import demo_model
-from sluice.bench.processes import Fleet, child_command, run_settings, set_options
+from sluice.bench.processes import Fleet, child_command, run_settings
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.pipeline import logs
 from sluice.pipeline.broker.connection import connect
@@ -36,7 +36,6 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, EngineError, SluiceError
 from sluice.pipeline.queue import NO_LIMIT, ArqWorker, Claim, JobQueue
 from sluice.pipeline.run.role import default_name, role_process
-from sluice.pipeline.run.supervisor import sluice_command
 from sluice.pipeline.status.heartbeat import StatusReporter
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
@@ -71,7 +70,7 @@ class Plan:
         return cls(count, workers, idle_s, demo_model(HOME))
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
     `redis_bytes_per_queued_job`: with credit lifted. `claim_us`, `renewal_share`: with many workers that lease 32 jobs
@@ -81,11 +80,6 @@ def measure(plan: Plan) -> dict[str, Any]:
     `rss_growth_share`: of each role, from the second mark to the last. `redis_bytes_end`: once the run is over.
     `idle_broker_share_100_workers`: of one core, by `idle_workers` workers without a job.
     """
-    with own_directory() as home:
-        return run_interruptible(_run(plan, home))
-
-
-async def _run(plan: Plan, home: Path) -> dict[str, Any]:
     async with own_broker(home / "idle") as (client, url):
         found: dict[str, Any] = await _idle(plan, client, url, home)
     async with own_broker(home / "queued", durable=False) as (client, url):
@@ -216,22 +210,16 @@ async def flow(marks: Marks, model: Path, client: Any, url: str, home: Path) -> 
         "trainer.external=true",
         "metrics.enabled=false",
     )
-    commands = {
-        "trainer": child_command(serve_trainer, [settings]),
-        "worker": child_command(serve_engine, [settings]),
-        "consumer": sluice_command("consume", *set_options(settings)),
-        "producer": sluice_command("produce", *set_options(settings)),
-    }
     start_bytes = await used_bytes(client)
-    fleets = {role: Fleet(role, home) for role in commands}
-    watch = _Watch(marks, client, Keys(_FLOW), fleets)
-    try:
-        for role, command in commands.items():
-            await fleets[role].start(command, {"REDIS_URL": url})
+    async with contextlib.AsyncExitStack() as scope:
+        roles = ("producer", "consumer", "worker", "trainer")  # they end the other way round
+        fleets = {role: await scope.enter_async_context(Fleet(role, home)) for role in roles}
+        watch = _Watch(marks, client, Keys(_FLOW), fleets)
+        await fleets["trainer"].start(child_command(serve_trainer, [settings]), {"REDIS_URL": url})
+        await fleets["worker"].start(child_command(serve_engine, [settings]), {"REDIS_URL": url})
+        await fleets["consumer"].start_role("consume", settings, url)
+        await fleets["producer"].start_role("produce", settings, url)
         await watch.run()
-    finally:
-        for fleet in fleets.values():
-            await fleet.end()
     await _until_expired(client)
     return {**watch.fields(), "redis_bytes_start": start_bytes, "redis_bytes_end": await used_bytes(client)}
 
@@ -327,8 +315,9 @@ async def _until_expired(client: Any) -> None:
 
 async def serve_trainer(_: Parent, settings: list[str]) -> None:
     """A trainer that only acks, to the end of the run."""
-    from sluice.consumers.training.handoff import SessionThread, finish
+    from sluice.consumers.training.handoff import finish
     from sluice.consumers.training.session import Session
+    from sluice.consumers.training.session_thread import SessionThread
 
     def ack_all() -> None:
         thread = SessionThread(config, ())

@@ -1,13 +1,13 @@
-"""`sluice consume`, `train`, `audit`, `export` and `dashboard`."""
+"""`sluice consume`, `train`, `audit`, `task`, `export` and `dashboard`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
-from sluice.pipeline.cli.options import ConfigPath, Json, Overrides
+from sluice.pipeline.cli.options import ConfigPath, Json, Overrides, RewardOption, rewarded
 from sluice.pipeline.terminal import say
 
 
@@ -91,6 +91,54 @@ def audit(
     return 1 if found.wrong or found.advantages.wrong else 0
 
 
+task = App(name="task", help="Your own reward, task and data: try them without starting a run.")
+
+
+@task.command(name="try")
+def try_(
+    *,
+    config: ConfigPath = None,
+    model: Annotated[Path | None, Parameter(help="Model directory; the same as --set model.path=…")] = None,
+    data: Annotated[Path | None, Parameter(help="Rows of messages; the same as --set data.path=…")] = None,
+    reward: RewardOption = None,
+    rows: Annotated[int, Parameter(help="How many of the first rows.")] = 5,
+    answers: Annotated[
+        int | None, Parameter(help="Answers per row; by default producer.group_size, as in the run.")
+    ] = None,
+    overrides: Overrides = (),
+    as_json: Json = False,
+) -> int:
+    """Show prompt, answers, parsed, matched and reward of the first rows, with your own code and a model directory.
+
+    The steps are those of a run's producer, worker and consumer, in this process: no broker, no run, no training.
+    A function that fails is shown with its traceback.
+
+    Exit code 3 when an answer gave no sample, or a row no answer.
+
+    Example: `sluice task try -c my.yaml --reward my_rewards.py:score`
+    Example: `sluice task try -c configs/text.yaml --model ./my-model --data prompts.jsonl --rows 2 --answers 1`
+    """
+    import logging
+
+    from sluice.consumers.trial import print_tried, try_rows
+    from sluice.pipeline import logs
+    from sluice.pipeline.config import load_config
+    from sluice.pipeline.errors import ConfigError, DataError
+    from sluice.pipeline.terminal import print_json
+
+    if rows < 1 or (answers is not None and answers < 1):
+        raise ConfigError("--rows and --answers must be at least 1")
+    paths = [f"{key}={value}" for key, value in (("model.path", model), ("data.path", data)) if value]
+    settings = load_config(config, [*overrides, *paths, *rewarded(reward)])
+    logs.configure("task-try", logging.WARNING)
+    tried = try_rows(settings, rows, answers)
+    if as_json:
+        print_json(tried)
+    else:
+        print_tried(tried)
+    return DataError.exit_code if tried.failed else 0
+
+
 def export(
     run: Annotated[
         str | None, Parameter(help="The run's directory, or its name under run_dir; by default the config's.")
@@ -99,24 +147,40 @@ def export(
     *,
     to: Annotated[
         Literal["jsonl", "parquet", "datasets", "trl"],
-        Parameter(help="datasets: for load_from_disk, all columns; trl: the same with only input_ids and labels."),
+        Parameter(
+            help="datasets: for load_from_disk, all columns; trl: the same with what SFTTrainer takes: input_ids and "
+            "labels, or with images prompt, completion and images; or what --shape says."
+        ),
     ],
     out: Annotated[Path, Parameter(help="The file or directory to write; must not exist yet.")],
     source: Annotated[
         Literal["trained", "handed-on"],
         Parameter(help="Sequences that a step trained on, or all that reached the trainer."),
     ] = "trained",
+    images: Annotated[
+        Literal["copies", "references"],
+        Parameter(help="Images of the prompts: in the export (of jsonl: in a directory beside it), or only named."),
+    ] = "copies",
+    shape: Annotated[
+        Literal["tokens", "completion", "preference", "unpaired"] | None,
+        Parameter(
+            help="With --to trl: token ids and labels; prompt, completion and reward; the best and worst answer of "
+            "each group (DPO); or whether each answer is better than its group (KTO). By default tokens, or completion "
+            "where no token has a cross-entropy weight."
+        ),
+    ] = None,
     config: ConfigPath = None,
     overrides: Overrides = (),
 ) -> None:
     """Write a run's sequences for other programs: tokens, logprobs, versions, masks, rewards and what was trained.
 
     Reads the run's history (history.enabled), or the rollouts that its trainer kept; needs no broker. Works during
-    the run too.
+    the run too. A sequence with an image that is gone or changed is left out, named and counted.
 
     Example: `sluice export .sluice/runs/text --to parquet --out rollouts.parquet`
 
     Example: `sluice export -c configs/text.yaml --to trl --out sft`
+    Example: `sluice export -c configs/rewards.yaml --to trl --shape preference --out pairs`
     """
     from sluice.consumers.run_files import find_run, stored_config
     from sluice.pipeline.config import load_config
@@ -127,15 +191,18 @@ def export(
 
     from sluice.consumers.export import export_run
 
-    done = export_run(directory, to, out, source, settings.model.path)
-    say(f"{done.sequences} sequences in {out}")
-    if done.without_weight:
-        say(f"{done.without_weight} skipped: none of their tokens has a cross-entropy weight")
-    if done.weighted:
-        say(f"{done.weighted} have weights other than 0 and 1; labels cannot express those: they count as 1")
+    done = export_run(directory, to, out, source, settings, images, shape)
+    what = "pairs of answers" if done.shape == "preference" else "sequences"
+    say(f"{done.sequences} {what} in {out}" + (f", as {done.shape}" if done.shape not in ("tokens", shape) else ""))
+    for line in done.lines():
+        say(line)
 
 
 def dashboard(
+    runs: Annotated[
+        tuple[Path, ...], Parameter(negative="", help="Runs, or directories of them: the first is shown, all compared.")
+    ] = (),
+    /,
     *,
     config: ConfigPath = None,
     overrides: Overrides = (),
@@ -149,11 +216,18 @@ def dashboard(
     that has ended. Without the environment variable SLUICE_DASHBOARD_KEY only this machine has access; with it, the
     key is the password (any user name).
 
+    With RUNS and without a configuration it shows the first of them, or the newest of a directory; with both, the
+    configuration's run. Its page of runs lists them all, and draws the curves of several over each other.
+
     Example: `sluice dashboard -c configs/text.yaml --set dashboard.port=8091`
+    Example: `sluice dashboard .sluice/runs`
     """
     import asyncio
 
     from sluice.consumers.dashboard.app import dashboard as serve
+    from sluice.consumers.dashboard.runs import chosen_run
     from sluice.pipeline.config import load_config
 
-    asyncio.run(serve(load_config(config, overrides), allow_actions=allow_actions))
+    given = load_config(config, overrides)
+    shown = chosen_run(given, runs, overrides) if runs and config is None else given
+    asyncio.run(serve(shown, allow_actions=allow_actions, others=runs))

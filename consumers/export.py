@@ -2,11 +2,13 @@
 
     history ──┐
               ├─▶ read_run ─▶ Exported ─▶ full_row | sft_row ─▶ write_jsonl | write_parquet | write_dataset ─▶ PATH
-    rollouts ─┘
+    rollouts ─┘                   └─▶ images ─▶ ExportedImages ─┘
 
 - Oldest first. Streamed in bounded memory, written to a temporary path and renamed when complete.
 - Arrays of a row have one item per token, prompt first: a missing value is 0, a missing version -1.
 - Parquet and datasets have typed columns (`columns`); fields without a fixed shape (`JSON_COLUMNS`) are JSON text.
+- TRL also takes text, such as the best and the worst answer of a group: export_texts.
+- If any sequence has images, every row has a column `images`: see export_images.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import contextlib
 import importlib
 import os
 import shutil
+import tempfile
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing
-from dataclasses import dataclass
-from itertools import chain
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,25 +30,49 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from sluice.consumers.export_images import ExportedImages, NotText, TextRows, contents, copies, features, references
+from sluice.consumers.export_texts import LEFT_OUT as NO_TEXT
+from sluice.consumers.export_texts import TextShape, TextShapes, text_columns
 from sluice.consumers.history.files import consumer_files
 from sluice.consumers.history.reader import HistoryReader
 from sluice.consumers.history.records import SequenceDetail
 from sluice.consumers.pack import IGNORED
 from sluice.consumers.run_files import HISTORY, ROLLOUTS
+from sluice.consumers.samples import image_token_of
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.tasks.task import TextCodec
 from sluice.consumers.training.step_log import read_rollouts
-from sluice.pipeline.errors import DataError, ModelError
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import ConfigError, DataError, ModelError, RequestError
+from sluice.pipeline.images.writer import images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.prompts.rows import parquet_module
 from sluice.pipeline.wire.messages import SequenceResult, TrainingSample
 
 Format = Literal["jsonl", "parquet", "datasets", "trl"]
 Kind = Literal["trained", "handed-on"]
+Images = Literal["copies", "references"]
+Shape = Literal["tokens", "completion", "preference", "unpaired"]
+"""Of `--to trl`: token ids and labels, or one of the TextShapes."""
 JSON_COLUMNS = ("stop_reason", "truth", "metrics", "metadata", "triggers", "sampling")
 Row = dict[str, Any]
+# Of a Parquet row group:
 _MOST_ROWS = 256
-_MOST_TOKENS = 1 << 18  # per Parquet row group: about 10 arrays each
+_MOST_TOKENS = 1 << 18  # about 10 arrays each
+_MOST_BYTES = 32 << 20  # of images; a reader holds a whole group
+_FETCHED_ROWS = 32  # rows whose images are fetched together
+
+
+LEFT_OUT = {
+    "no_weight": "none of their tokens has a cross-entropy weight",
+    "image_failed": "an image is gone, changed or not accepted; --images references exports them without copies",
+    "gaps": "tokens without a weight between the trained ones; --to datasets exports them with their weights",
+    "relabelled": "labels other than the tokens; --to datasets exports them with their labels",
+    "late_image": "an image after the first trained token, where TRL takes none",
+    "reads_differently": "text that doesn't say where their images are",
+    **NO_TEXT,
+}
+"""Why sequences aren't exported."""
 
 
 @dataclass
@@ -52,41 +80,163 @@ class Exports:
     """Counts of one export."""
 
     sequences: int = 0
-    without_weight: int = 0  # trl skips them: none of their tokens has a weight
-    weighted: int = 0  # weights other than 0 and 1, which trl's labels can't express
+    left_out: Counter[str] = field(default_factory=Counter[str])  # by rule
+    first: dict[str, str] = field(default_factory=dict[str, str])  # rule → its first case
+    weighted: int = 0  # weights other than 0 and 1, which trl can't express
+    reread: int = 0  # of trl as text: it is tokenised to other ids
+    shape: Shape = "tokens"  # of trl
+
+    def leave(self, rule: str, one: Exported, why: str = "") -> None:
+        """Count one."""
+        self.left_out[rule] += 1
+        self.first.setdefault(rule, f"{one.sample.seq_id}{why and ': '}{why}")
+
+    def lines(self) -> Iterator[str]:
+        """What was left out or can't be expressed, for the terminal."""
+        for rule, count in self.left_out.items():
+            yield f"{count} left out: {LEFT_OUT[rule]}; first: {self.first[rule]}"
+        if self.weighted:
+            yield f"{self.weighted} have weights other than 0 and 1; labels cannot express those: they count as 1"
+        if self.reread:
+            yield f"{self.reread} have a text that is tokenised differently than their tokens were"
 
 
-def export_run(directory: Path, to: Format, out: Path, kind: Kind, model: str) -> Exports:
-    """Write the run's sequences; `model` is the directory with its tokenizer. Raises DataError."""
-    done = Exports()
-    with aside(out) as path:
-        found = read_run(directory, kind)
-        if to == "trl":
-            write_dataset(_sft_rows(found, done), path, sft=True)
+def export_run(
+    directory: Path,
+    to: Format,
+    out: Path,
+    kind: Kind,
+    config: Config,
+    images: Images = "copies",
+    shape: Shape | None = None,
+) -> Exports:
+    """Write the run's sequences. Raises DataError; SourceUnavailable if images can't be read now.
+
+    `shape`: None is `tokens`, or `completion` where no token has a weight, as with a policy loss alone.
+    """
+    if to == "trl" and images == "references":
+        raise ConfigError("--images references: TRL takes the images themselves; leave it out, or use --to datasets")
+    if shape is not None and to != "trl":
+        raise ConfigError(f"--shape {shape} is for --to trl")
+    done = Exports(shape=_shape(directory, kind, shape) if to == "trl" else "tokens")
+    if done.shape != "tokens":
+        with aside(out) as path:
+            _write_texts(read_run(directory, kind), path, done, done.shape, config)
+        return done
+    found = read_run(directory, kind)
+    has_images = _may_have_images(config) and any(one.sample.images for one in read_run(directory, kind))
+    with ExitStack() as scope:
+        path = scope.enter_context(aside(out))
+        if not has_images:
+            _write(to, _rows(to, _without_images(found), done, config), path, done)
+        elif images == "references":
+            rows = _rows(to, ((one, references(one.sample)) for one in found), done, config)
+            _write(to, rows, path, done, images)
         else:
-            write = {"jsonl": write_jsonl, "parquet": write_parquet, "datasets": write_dataset}[to]
-            write(_full_rows(found, done, model), path)
+            limits = images_of_run(replace(config, run_dir=str(directory.parent), run=directory.name))
+            folder = out.with_name(f"{out.stem}-images")
+            files = scope.enter_context(aside(folder) if to == "jsonl" else _temporary(out))
+            given = _with_images(found, scope.enter_context(ExportedImages(limits, files)), done)
+            if to == "trl":
+                rows = _text_rows(given, done, scope.enter_context(TextRows(config)))
+            elif to == "jsonl":
+                rows = _rows(to, ((one, copies(its, folder.name)) for one, its in given), done, config)
+            else:
+                rows = _rows(to, ((one, contents(its)) for one, its in given), done, config)
+            _write(to, rows, path, done, images)
     return done
 
 
-def _full_rows(found: Iterator[Exported], done: Exports, model: str) -> Iterator[Row]:
-    codec = _codec(model)
-    for one in found:
-        done.sequences += 1
-        yield full_row(one, codec)
+def _shape(directory: Path, kind: Kind, asked: Shape | None) -> Shape:
+    if asked is not None:
+        return asked
+    found = (one.sample for one in read_run(directory, kind))
+    is_policy_alone = all(sample.reward is not None and not any(sample.weights[1:]) for sample in found)
+    return "completion" if is_policy_alone else "tokens"
 
 
-def _sft_rows(found: Iterator[Exported], done: Exports) -> Iterator[Row]:
+def _write_texts(found: Iterable[Exported], path: Path, done: Exports, shape: TextShape, config: Config) -> None:
+    texts = TextShapes(shape, HFTextCodec(config.model.path))
+
+    def rows() -> Iterator[Row]:
+        for row in texts.rows(one.sample for one in found):
+            if isinstance(row, tuple):
+                done.leave(row[0], Exported(row[1]))
+            else:
+                done.sequences, done.reread = done.sequences + 1, texts.reread
+                yield row
+
+    write_dataset(_some(rows(), done), path, shape=shape)
+
+
+def _write(to: Format, rows: Iterable[Row], path: Path, done: Exports, images: Images | None = None) -> None:
+    if to == "jsonl":
+        write_jsonl(_some(rows, done), path)
+    else:
+        write = write_parquet if to == "parquet" else write_dataset
+        write(_some(rows, done), path, sft=to == "trl", images=images)
+
+
+def _some(rows: Iterable[Row], done: Exports) -> Iterator[Row]:
+    """Raises DataError if all were left out."""
+    yield from rows
+    if not done.sequences:
+        raise DataError(f"nothing to export: {'; '.join(done.lines())}")
+
+
+def _may_have_images(config: Config) -> bool:
+    """False if the model takes none: the consumer drops sequences with images then."""
+    return image_token_of(config.model) is not None or not (Path(config.model.path) / "config.json").is_file()
+
+
+def _without_images(found: Iterator[Exported]) -> Iterator[tuple[Exported, None]]:
     for one in found:
-        row = sft_row(one)
+        if one.sample.images:
+            raise DataError(
+                f"{one.sample.seq_id} is the run's first sequence with images, and just ended; export again"
+            )
+        yield one, None
+
+
+def _with_images(
+    found: Iterator[Exported], images: ExportedImages, done: Exports
+) -> Iterator[tuple[Exported, list[Path]]]:
+    while few := list(islice(found, _FETCHED_ROWS)):
+        images.fetch(one.sample for one in few)
+        for one in few:
+            try:
+                yield one, images.files(one.sample)
+            except RequestError as error:
+                done.leave("image_failed", one, str(error))
+
+
+def _rows(
+    to: Format, found: Iterable[tuple[Exported, list[Row] | None]], done: Exports, config: Config
+) -> Iterator[Row]:
+    codec = None if to == "trl" else _codec(config.model.path)
+    for one, images in found:
+        row = sft_row(one) if to == "trl" else full_row(one, codec)
         if row is None:
-            done.without_weight += 1
+            done.leave("no_weight", one)
             continue
         done.sequences += 1
-        done.weighted += not is_plain(one)
-        yield row
-    if not done.sequences:
-        raise DataError(f"nothing to export: no token of {done.without_weight} sequences has a cross-entropy weight")
+        done.weighted += to == "trl" and not is_plain(one)
+        yield row if images is None else {**row, "images": images}
+
+
+def _text_rows(found: Iterable[tuple[Exported, list[Path]]], done: Exports, texts: TextRows) -> Iterator[Row]:
+    for one, files in found:
+        try:
+            row = texts.row(one.sample, files)
+        except NotText as error:
+            done.leave(error.rule, one, str(error))
+        except RequestError as error:
+            done.leave("image_failed", one, str(error))
+        else:
+            done.sequences += 1
+            done.weighted += not is_plain(one)
+            done.reread = texts.reread
+            yield row
 
 
 def _codec(model: str) -> HFTextCodec | None:
@@ -228,12 +378,10 @@ def flat(row: Row) -> Row:
     return {**row, **texts}
 
 
-def columns(arrow: Any, *, sft: bool) -> Any:
-    """The schema of the rows; `arrow` is the module pyarrow."""
+def columns(arrow: Any, *, sft: bool, images: Images | None = None) -> Any:
+    """The schema of the rows; `arrow` is the module pyarrow. Without `images` there's no such column."""
     ints, floats, text = arrow.list_(arrow.int32()), arrow.list_(arrow.float32()), arrow.string()
-    if sft:
-        wide = arrow.list_(arrow.int64())
-        return arrow.schema([("input_ids", wide), ("labels", wide), ("attention_mask", wide)])
+    wide = arrow.list_(arrow.int64())
     kinds = {
         text: "seq_id group_id task prompt target rollout_id worker backend text finish_reason logprobs_mode",
         arrow.int64(): "step version index turn attempt prompt_len",
@@ -241,8 +389,16 @@ def columns(arrow: Any, *, sft: bool) -> Any:
         ints: "token_ids labels segments response_mask versions proximal_versions",
         floats: "weights logprobs proximal_logprobs",
     }
+    if sft:
+        kinds = {wide: "input_ids labels attention_mask"} if images is None else {text: "prompt completion"}
     found = [(name, kind) for kind, names in kinds.items() for name in names.split()]
-    return arrow.schema([*found, *((name, text) for name in JSON_COLUMNS)])
+    found += [] if sft else [(name, text) for name in JSON_COLUMNS]
+    if images is None:
+        return arrow.schema(found)
+    names = {"path": text, "url": text, "sha256": text}
+    one = names if images == "references" else {"bytes": arrow.binary(), "path": text}
+    schema = arrow.schema([*found, ("images", arrow.list_(arrow.struct(list(one.items()))))])
+    return schema if images == "references" else schema.with_metadata(features(schema))
 
 
 @contextlib.contextmanager
@@ -259,6 +415,13 @@ def aside(out: Path) -> Generator[Path]:
         _remove(path)
 
 
+@contextlib.contextmanager
+def _temporary(out: Path) -> Generator[Path]:
+    """A directory beside the export, for as long as it's written."""
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent) as directory:
+        yield Path(directory)
+
+
 def write_jsonl(rows: Iterable[Row], path: Path) -> None:
     """One JSON object a line; NaN is null."""
     encoder = msgspec.json.Encoder()
@@ -267,23 +430,37 @@ def write_jsonl(rows: Iterable[Row], path: Path) -> None:
             stream.write(encoder.encode(row) + b"\n")
 
 
-def write_parquet(rows: Iterable[Row], path: Path, *, sft: bool = False) -> None:
-    """Row groups of at most `_MOST_ROWS` rows."""
+def write_parquet(
+    rows: Iterable[Row],
+    path: Path,
+    *,
+    sft: bool = False,
+    images: Images | None = None,
+    shape: TextShape | None = None,
+) -> None:
+    """Row groups of bounded size."""
     module = parquet_module()
     arrow = importlib.import_module("pyarrow")
-    schema = columns(arrow, sft=sft)
+    schema = columns(arrow, sft=sft, images=images) if shape is None else text_columns(arrow, shape)
     with module.ParquetWriter(path, schema) as writer:
         for group in _groups(rows):
             writer.write_table(arrow.Table.from_pylist([flat(row) for row in group], schema=schema))
 
 
-def write_dataset(rows: Iterable[Row], path: Path, *, sft: bool = False) -> None:
+def write_dataset(
+    rows: Iterable[Row],
+    path: Path,
+    *,
+    sft: bool = False,
+    images: Images | None = None,
+    shape: TextShape | None = None,
+) -> None:
     """A directory for `datasets.load_from_disk`."""
     module = datasets_module()
     work = path.with_name(f"{path.name}-parts")
     work.mkdir()
     try:
-        write_parquet(rows, work / "rows.parquet", sft=sft)
+        write_parquet(rows, work / "rows.parquet", sft=sft, images=images, shape=shape)
         bars = module.are_progress_bars_disabled()
         module.disable_progress_bars()
         try:
@@ -306,13 +483,14 @@ def datasets_module() -> Any:
 
 def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
     group: list[Row] = []
-    tokens = 0
+    tokens = num_bytes = 0
     for row in rows:
         group.append(row)
-        tokens += len(row["labels"])
-        if len(group) == _MOST_ROWS or tokens >= _MOST_TOKENS:
+        tokens += len(row.get("labels", ()))
+        num_bytes += sum(len(image.get("bytes", b"")) for image in row.get("images", ()))
+        if len(group) == _MOST_ROWS or tokens >= _MOST_TOKENS or num_bytes >= _MOST_BYTES:
             yield group
-            group, tokens = [], 0
+            group, tokens, num_bytes = [], 0, 0
     if group:
         yield group
 

@@ -1,15 +1,17 @@
 """The consumer: results → groups → samples → batches.
 
-    results:{partition} ─▶ Assembler ─▶ parse · match · target ─▶ pending samples ─▶ hand_off ─▶ batches
+    results:{partition} ─▶ Assembler ─▶ rewards ─▶ parse · match · target ─▶ pending samples ─▶ hand_off ─▶ batches
 
 | waits for                | unblocked by                     |
 |--------------------------|----------------------------------|
 | results                  | workers, or the end of rollouts  |
 | the rest of a group      | workers, or a tombstone          |
+| reward functions         | the functions, or their deadline |
 | a full batch             | more results, or the end of the source |
 
 - One process per results partition. It claims the first free one, or stands by until one is free.
-- Every step up to hand_off is pure and repeatable; hand_off is one Lua call, fenced by the partition's owner.
+- Every step up to hand_off is repeatable; hand_off is one Lua call, fenced by the partition's owner.
+- Groups are scored by the reward functions side by side: a slow one holds up neither the others nor the reading.
 - A dropped group returns its credit at once, not with the next batch.
 - Finished sequences are written to the history before they are handed off.
 """
@@ -17,17 +19,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from pathlib import Path
 from typing import NamedTuple
 
 from sluice.consumers.groups import Assembler, Group
 from sluice.consumers.history.recorder import FinishedJob, Recorder
 from sluice.consumers.pack import pack_rows
+from sluice.consumers.rewards import Refused, Reward, Rewards
 from sluice.consumers.samples import Sampler, image_token_of, letter
-from sluice.consumers.tasks.codec import HFTextCodec
-from sluice.consumers.tasks.registry import check_options, load_task
+from sluice.consumers.tasks.registry import open_task
 from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.pipeline.broker.connection import is_cluster
 from sluice.pipeline.broker.ownership import Ownership
@@ -46,6 +47,16 @@ from sluice.pipeline.wire.waits import WaitKind
 _READ = 128
 
 
+_SCORED_S = 0.2  # how long scored groups are waited for before the stream is read again
+
+
+class _Scored(NamedTuple):
+    """A whole group, with what the reward functions said of its members by sequence id."""
+
+    group: Group
+    rewards: Mapping[str, Reward | Refused] = {}
+
+
 class _Made(NamedTuple):
     """The outcome of one group."""
 
@@ -58,8 +69,17 @@ class _Made(NamedTuple):
 class Consumer:
     """Owns one results partition."""
 
-    def __init__(self, role: Role, partition: int, owner: Ownership, task: Task, context: TaskContext) -> None:
-        self._role, self._owner = role, owner
+    def __init__(
+        self,
+        role: Role,
+        partition: int,
+        owner: Ownership,
+        task: Task,
+        context: TaskContext,
+        rewards: Rewards | None = None,
+    ) -> None:
+        """`rewards` is closed with the consumer."""
+        self._role, self._owner, self._rewards = role, owner, rewards
         self._sampler = Sampler(task, context, role.config.consumer, image_token_of(role.config.model))
         self._reader = result_reader(role.client, role.keys, partition, role.name, owner)
         self._groups = Assembler()
@@ -69,25 +89,32 @@ class Consumer:
         self._entry_ids: list[str] = []
         self._letters: list[DeadLetter] = []
         self._batch_size = role.config.producer.samples_per_version // role.config.consumer.count
-        self._handed = 0
+        self._scoring: dict[asyncio.Task[_Scored], int] = {}  # to the number of sequences
+        self._handed = self._failures = 0
 
     async def run(self) -> None:
         """Consume until asked to stop or the run is over."""
         try:
             await self._consume()
         finally:
+            await self._stop_scoring()
+            if self._rewards:
+                self._rewards.close()
             await self._history.close()
 
     async def _consume(self) -> None:
         await self._take(await self._reader.open())
         while not self._role.stop.is_set():
             try:
-                entries = await self._reader.read(_READ, block_ms=200)
+                entries = await self._reader.read(_READ, block_ms=1 if self._scoring else 200)
                 await self._take(entries)
-                if not entries and await self._at_the_end():
+                if self._scoring:
+                    await self._take_scored(0 if entries else _SCORED_S)
+                elif not entries and await self._at_the_end():
                     return
             except ResultsLost as error:
                 get_logger().warning("starting over", cause=str(error))
+                await self._stop_scoring()
                 self._start_anew()
                 await self._take(await self._reader.open())
 
@@ -106,19 +133,51 @@ class Consumer:
             group = await self._assemble(entry)
             if group is not None:
                 groups.append(group)
-        if groups:
-            # In a thread: a slow task must not keep this process from renewing its ownership.
-            for group, samples, letters, finished in await asyncio.to_thread(self._made_of, groups):
-                self._history.keep(finished)
-                await self._finish_group(group, samples, letters)
-                if len(self._samples) >= self._batch_size:
-                    await self._hand_off_batch()
+        if self._rewards:
+            for group in groups:
+                asked = [result for result in group.living if self._sampler.is_scored(result)]
+                self._scoring[asyncio.create_task(self._score(group, asked, self._rewards))] = len(asked)
+        elif groups:
+            await self._finish_groups([_Scored(group) for group in groups])
         self._report()
 
-    def _made_of(self, groups: Sequence[Group]) -> list[_Made]:
+    async def _score(self, group: Group, asked: Sequence[SequenceResult], rewards: Rewards) -> _Scored:
+        found = await asyncio.gather(*(rewards.of(result) for result in asked))
+        for one in found:
+            if isinstance(one, Reward):
+                self._role.telemetry.observe(sluice_reward_seconds=one.seconds)
+            else:
+                self._failures += 1
+        return _Scored(group, {result.seq_id: one for result, one in zip(asked, found, strict=True)})
+
+    async def _take_scored(self, wait_s: float) -> None:
+        """Finish the groups that are scored by now, or are the first within `wait_s`."""
+        await asyncio.wait(self._scoring, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        done = [task for task in self._scoring if task.done()]  # in the order in which they were read
+        for task in done:
+            del self._scoring[task]
+        if done:
+            await self._finish_groups([task.result() for task in done])
+        self._report()
+
+    async def _stop_scoring(self) -> None:
+        for task in self._scoring:
+            task.cancel()
+        await asyncio.gather(*self._scoring, return_exceptions=True)
+        self._scoring.clear()
+
+    async def _finish_groups(self, scored: Sequence[_Scored]) -> None:
+        # In a thread: a slow task must not keep this process from renewing its ownership.
+        for group, samples, letters, finished in await asyncio.to_thread(self._made_of, scored):
+            self._history.keep(finished)
+            await self._finish_group(group, samples, letters)
+            if len(self._samples) >= self._batch_size:
+                await self._hand_off_batch()
+
+    def _made_of(self, scored: Sequence[_Scored]) -> list[_Made]:
         made: list[_Made] = []
-        for group in groups:
-            samples, letters = self._sampler.samples_of(group)
+        for group, rewards in scored:
+            samples, letters = self._sampler.samples_of(group, rewards)
             made.append(_Made(group, samples, letters, self._history.encoded(group, samples, letters)))
         return made
 
@@ -225,7 +284,12 @@ class Consumer:
     def _report(self) -> None:
         role = self._role
         role.status.fact(handed=self._handed, pending=len(self._samples), open_groups=len(self._groups))
-        role.status.waiting(WaitKind.RESULTS)
+        if self._failures:
+            role.status.fact(reward_failures=self._failures)
+        if self._scoring:
+            role.status.waiting(WaitKind.REWARDS, count=sum(self._scoring.values()))
+        else:
+            role.status.waiting(WaitKind.RESULTS)
 
 
 def _batch_id(parts: Sequence[str]) -> str:
@@ -236,10 +300,8 @@ async def consume(config: Config, partition: int | None) -> None:
     """Run the consumer of one partition; None claims the first free one, standing by until there is one."""
     if partition is not None and not 0 <= partition < config.consumer.count:
         raise ConfigError(f"--partition {partition}: consumer.count is {config.consumer.count}; give 0 to count-1")
-    task = load_task(config.rollout_matching)
-    codec = HFTextCodec(Path(config.model.path))
-    context = TaskContext(codec=codec, options=config.rollout_matching, seed=config.seed, policy=config.policy)
-    check_options(task, context)
+    task, context = open_task(config)
+    rewards = Rewards(config.rollout_matching, context.codec)
     choices = range(config.consumer.count) if partition is None else [partition]
     async with role_process(config, "consumer", default_name("consumer")) as role:
         held = await _first_free(role, list(choices))
@@ -247,7 +309,7 @@ async def consume(config: Config, partition: int | None) -> None:
             return
         number, owner = held
         role.spawn(owner.keep())
-        await Consumer(role, number, owner, task, context).run()
+        await Consumer(role, number, owner, task, context, rewards).run()
         await owner.release()
 
 

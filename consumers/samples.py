@@ -1,6 +1,6 @@
 """A group of results → its training samples, and a reason for each member without one.
 
-- A reward from the agent's side takes precedence over the task's.
+- A reward from the agent's side takes precedence over that of a reward function, and both over the task's.
 - With a policy loss, members with a reward also get their advantage within the group, unless the task set one.
   Parts of one index share one advantage: that of the first part that yields a sample.
 - A sample has the images of its result, whatever the task. Their expanded placeholders are never trained. For a model
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +21,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from sluice.consumers.groups import Group, Place
+from sluice.consumers.rewards import Refused, Reward
 from sluice.consumers.tasks.rollout import rewarded
 from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.pipeline.config.types import ConsumerConfig, ModelConfig
 from sluice.pipeline.errors import TaskError
+from sluice.pipeline.telemetry import training_metrics
 from sluice.pipeline.wire.messages import CUT_SHORT, DeadLetter, SequenceResult, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 
@@ -44,12 +46,17 @@ class Sampler:
         self._task, self._context, self._config = task, context, config
         self._image_token_id = image_token_id
 
-    def samples_of(self, group: Group) -> tuple[list[TrainingSample], list[DeadLetter]]:
-        """Samples ordered by index and part, and letters for the members dropped here."""
+    def samples_of(
+        self, group: Group, rewards: Mapping[str, Reward | Refused] | None = None
+    ) -> tuple[list[TrainingSample], list[DeadLetter]]:
+        """Samples ordered by index and part, and letters for the members dropped here.
+
+        `rewards`: of the reward functions, by sequence id, for those that `is_scored` holds for.
+        """
         letters = list(group.unrecorded)
         samples: dict[Place, TrainingSample] = {}
         for result in group.living:
-            outcome = self._outcome(result)
+            outcome = self._outcome(result, (rewards or {}).get(result.seq_id))
             if isinstance(outcome, DeadLetter):
                 letters.append(outcome)
             else:
@@ -77,11 +84,24 @@ class Sampler:
             for (index, _), sample in samples.items()
         ]
 
-    def _outcome(self, result: SequenceResult) -> TrainingSample | DeadLetter:
+    def is_scored(self, result: SequenceResult) -> bool:
+        """Whether a reward function is asked: not for what is dropped anyway, or comes with a reward."""
+        return result.reward is None and self._refusal(result) is None
+
+    def _refusal(self, result: SequenceResult) -> DeadLetter | None:
         if result.finish_reason in CUT_SHORT:
             return letter(result.seq_id, result.finish_reason, f"decode ended with {result.finish_reason}")
         if result.images and self._image_token_id is None:
             return letter(result.seq_id, HAS_IMAGES, blind(len(result.images)))
+        return None
+
+    def _outcome(self, result: SequenceResult, reward: Reward | Refused | None) -> TrainingSample | DeadLetter:
+        if (refusal := self._refusal(result)) is not None:
+            return refusal
+        if isinstance(reward, Refused):
+            return letter(result.seq_id, reward.reason, reward.detail)
+        if reward is not None:
+            result = replace(result, reward=reward.total)  # the steps see it as one from the agent's side
         try:
             parsed = self._task.parse(result, self._context)
             matched = self._task.match(parsed, result.truth, self._context)
@@ -90,6 +110,10 @@ class Sampler:
             return letter(result.seq_id, "invalid_truth", str(error))
         except Exception:  # steps are user code: a failure must not stop the run
             return letter(result.seq_id, "task_failed", traceback.format_exc()[-_DETAIL_CHARS:])
+        try:
+            training_metrics.check_keys(sample.metrics)
+        except TaskError as error:
+            return letter(result.seq_id, "task_failed", str(error))
         for name, value in (("reward", sample.reward), ("advantage", sample.advantage)):
             if self._context.policy.enabled and not _is_number(value):
                 detail = f"{name} {value}: the policy loss needs a number of at most ±{_MOST:g}, or None"
@@ -97,16 +121,21 @@ class Sampler:
         length, most = len(sample.token_ids), self._config.max_sample_tokens
         if length > most:
             return letter(result.seq_id, "too_long", f"{length} tokens; consumer.max_sample_tokens is {most}")
+        if reward is not None:
+            sample = replace(sample, metrics={**sample.metrics, **reward.metrics})
         if result.images and self._image_token_id is not None:
             return _with_images(sample, result, self._image_token_id)
         return sample
 
 
 def _with_numbers(sample: TrainingSample) -> TrainingSample:
-    """Convert the flags and scalars that a task records to numbers: the trainer reads nothing else."""
-    if all(type(value) is float for value in sample.metrics.values()):
-        return sample
-    return replace(sample, metrics={name: float(value) for name, value in sample.metrics.items()})
+    """Convert the flags and scalars that a task records to finite numbers: the trainer reads nothing else."""
+    if any(type(value) is not float for value in sample.metrics.values()):
+        sample = replace(sample, metrics={name: float(value) for name, value in sample.metrics.items()})
+    for name, value in sample.metrics.items():
+        if not math.isfinite(value):
+            raise ValueError(f"the metric {name!r} is {value}; record a finite number, or leave the key out")
+    return sample
 
 
 def _with_images(sample: TrainingSample, result: SequenceResult, image_token_id: int) -> TrainingSample:

@@ -8,10 +8,12 @@ import socket
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from sluice.consumers.training.step_log import read_steps
 from sluice.demo import report
 from sluice.demo.audit import audit
 from sluice.demo.drill import Drill
@@ -26,21 +28,32 @@ from sluice.pipeline.terminal import print_json
 SCHEMA = 1
 _KEEP_RUNS = 3
 _SHOWN = 6  # held-out problems in the report
+_LAST_STEPS = 8  # one alone has few rollouts
 
 
-def run_demo(task: DemoTask, directory: Path, *, seed: int, workers: int, kill: bool, as_json: bool) -> int:
+@dataclass(frozen=True)
+class Options:
+    """`prompts` None: as many as the task's configuration says."""
+
+    seed: int
+    workers: int
+    prompts: int | None
+    kill: bool
+
+
+def run_demo(task: DemoTask, directory: Path, options: Options, *, as_json: bool) -> int:
     """Run it; returns 0 if the run is complete and nothing was lost or trained twice.
 
     With `as_json` only the summary goes to standard output, and progress to standard error.
     """
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
-        code, summary = _run(task, directory, seed=seed, workers=workers, kill=kill)
+        code, summary = _run(task, directory, options)
     if as_json and summary:
         print_json(summary, SCHEMA)
     return code
 
 
-def _run(task: DemoTask, directory: Path, *, seed: int, workers: int, kill: bool) -> tuple[int, dict[str, Any]]:
+def _run(task: DemoTask, directory: Path, options: Options) -> tuple[int, dict[str, Any]]:
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -49,10 +62,10 @@ def _run(task: DemoTask, directory: Path, *, seed: int, workers: int, kill: bool
     torch.set_num_threads(task.threads)
     warm = _warm_start(task, directory)
     _prune(directory / "runs", task)
-    config = _config(task, directory, warm, seed, workers)
+    config = _config(task, directory, warm, options)
     run_dir = Path(config.run_dir) / config.run
-    task.write_data(Path(config.data.path), config.data.limit or 1, seed + 1)
-    drill = Drill(task, config, run_dir / "evals.jsonl", kill=kill)
+    task.write_data(Path(config.data.path), config.data.limit or 1, options.seed + 1)
+    drill = Drill(task, config, run_dir / "evals.jsonl", kill=options.kill)
     pipeline_started = time.monotonic()
     code = run_stack(config, title=f"sluice demo · {task.name}", watch=drill.watch, extra=drill.processes())
     if code:
@@ -64,6 +77,7 @@ def _run(task: DemoTask, directory: Path, *, seed: int, workers: int, kill: bool
     landed = mid_sequence(run_dir) if task.mid_sequence else None
     summary: dict[str, Any] = heldout.scores(task) | counts | {"worker_kills": drill.kills, "versions": versions}
     summary |= {"mid_sequence_updates": len(landed.versions)} if landed else {}
+    summary |= _rollouts(task, run_dir)
     summary |= {"pipeline_s": round(pipeline_s, 1), "wall_s": round(time.monotonic() - started, 1)}
     page = report.write(run_dir, task, summary=summary, drill=drill, heldout=heldout.first(_SHOWN), landed=landed)
     _print(task, summary, page)
@@ -90,18 +104,19 @@ def _warm_start(task: DemoTask, directory: Path) -> Path:
     return path
 
 
-def _config(task: DemoTask, directory: Path, warm: Path, seed: int, workers: int) -> Config:
+def _config(task: DemoTask, directory: Path, warm: Path, options: Options) -> Config:
     run = time.strftime(f"{task.name}-%Y%m%d-%H%M%S")
     run_dir = directory / "runs"
     overrides = [
         f"run={run}",
-        f"seed={seed}",
+        f"seed={options.seed}",
         f"run_dir={run_dir}",
         f"broker.embedded_dir={run_dir / run / 'broker'}",
         f"model.path={warm}",
         f"data.path={run_dir / run / 'train.jsonl'}",
-        f"worker.count={workers}",
+        f"worker.count={options.workers}",
     ]
+    overrides += [] if options.prompts is None else [f"data.limit={options.prompts}"]
     overrides += [f"images.roots=[{run_dir / run}]"] if task.images else []
     config = load_config(task.config_path(), overrides)
     if config.rollout.url is None:
@@ -120,6 +135,12 @@ def _free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
+def _rollouts(task: DemoTask, run_dir: Path) -> dict[str, float]:
+    """The score of the newest steps' training rollouts."""
+    found = [step[task.rollouts.key] for step in read_steps(run_dir / "metrics.jsonl") if task.rollouts.key in step]
+    return {"rollouts_last": round(fmean(found[-_LAST_STEPS:]), 4)} if found else {}
+
+
 def _newest_version(run_dir: Path) -> Path:
     return sorted((run_dir / "weights").glob("v??????"))[-1]
 
@@ -132,9 +153,13 @@ def _prune(runs: Path, task: DemoTask) -> None:
 def _print(task: DemoTask, summary: dict[str, Any], page: Path) -> None:
     before, after = (summary[f"{task.metric}_{name}"] for name in ("warm", "final"))
     updates = summary.get("mid_sequence_updates")
+    last = summary.get("rollouts_last")
+    rollouts = "" if last is None else f"  not the {last:.2f} of the last steps' {task.rollouts.meaning}\n"
     landed = "" if updates is None else f"; {updates} of them landed in the middle of sequences"
     print(
         f"{task.metric_title} {before:.2f} → {after:.2f} over {summary['versions']} weight versions{landed}\n"
+        f"  {task.num_heldout} held-out problems, decoded greedily: {task.metric_meaning}\n"
+        f"{rollouts}"
         f"{summary['enqueued']} sequences enqueued = {summary['trained']} trained + {summary['dead']} dead "
         f"+ {summary['dropped']} dropped; {summary['lost']} lost, {summary['duplicated']} trained twice "
         f"({summary['worker_kills']} worker killed on the way)\n"

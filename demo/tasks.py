@@ -4,8 +4,8 @@
 
 | task       | learns by                                  | measured by           |
 |------------|--------------------------------------------|-----------------------|
-| digits     | teacher forcing on matched targets         | F1 of boxes           |
-| pictures   | the same, from the pixels of PNG files     | F1 of boxes           |
+| pictures   | teacher forcing, from pixels of PNG files  | F1 of boxes           |
+| digits     | the same, from patch tokens in the text    | F1 of boxes           |
 | arithmetic | reward of its own groups (decoupled PPO)   | share of right answers|
 | tools      | the same, over rollouts with a calculator  | share of right answers|
 """
@@ -22,7 +22,7 @@ from sluice.demo.tiny.warm_start import OnProgress
 from sluice.pipeline.config.suggest import did_you_mean
 from sluice.pipeline.errors import ConfigError
 
-NAMES = ("digits", "pictures", "arithmetic", "tools")
+NAMES = ("pictures", "digits", "arithmetic", "tools")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class RolloutLine:
 
     key: str  # in metrics.jsonl
     name: str
+    meaning: str  # what is counted, for who compares it with the held-out score
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class DemoTask:
     config_file: str  # under configs/
     metric: str  # key of the held-out score: <metric>_warm and <metric>_final in the summary
     metric_title: str
+    metric_meaning: str  # what is counted, after "N held-out problems, decoded greedily: "
     rollouts: RolloutLine
     num_heldout: int  # problems before and after; the evaluator alongside the run uses half
     max_new_tokens: int

@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 
+LISTENER = "SLUICE_LISTENER"
+"""Environment variable with the number of the listening socket that a supervisor opened for its child."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 
@@ -102,6 +103,21 @@ class TaskError(SluiceError):
     """A truth, parse, match or target step got input it can't use."""
 
     exit_code = 3
+
+
+class NotReady(SluiceError):
+    """A start was refused; its exit code is that of the first failed check."""
+
+    def __init__(self, message: str, exit_code: int = SluiceError.exit_code) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def as_one(problems: Sequence[str], title: str = "problems") -> str:
+    """One problem as it is; several as a list, so that all can be fixed at once."""
+    if len(problems) == 1:
+        return problems[0]
+    return "\n".join([f"{len(problems)} {title}", *(f"  {one}".replace("\n", "\n  ") for one in problems)])
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -6,17 +6,27 @@ import contextlib
 import glob
 import os
 import secrets
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _STALE_S = 60.0
 
 
-def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o666, sweep: bool = True) -> None:
+def write_atomic(
+    path: Path,
+    data: bytes | str,
+    *,
+    mode: int = 0o666,
+    sweep: bool = True,
+    fence: Callable[[], None] = lambda: None,
+) -> None:
     """Replace `path` with `data`; a reader sees the old or the new file, never a part.
 
     `mode` (narrowed by the umask) applies from the first byte on. `sweep` removes what killed writers of this path
-    left, which lists the directory; without it, the caller does (`remove_stale`).
+    left, which lists the directory; without it, the caller does (`remove_stale`). `fence` is called right before the
+    rename, and may raise to prevent it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # pids repeat across containers
@@ -28,6 +38,7 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o666, sweep: boo
             stream.write(data.encode() if isinstance(data, str) else data)
             stream.flush()
             os.fsync(stream.fileno())
+        fence()
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
@@ -43,6 +54,15 @@ def remove_stale(unfinished: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         if time.time() - unfinished.stat().st_mtime > _STALE_S:
             unfinished.unlink()
+
+
+def remove_unfinished(directory: Path, names: str) -> None:
+    """Remove files and directories that match and were never renamed: whoever still writes them has lost its claim."""
+    for unfinished in directory.glob(names):
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            unfinished.unlink(missing_ok=True)
 
 
 def fsync_tree(directory: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Literal
 
 RoleName = Literal["producer", "gateway", "rollout-server", "worker", "consumer", "scorer", "trainer", "dashboard"]
 Source = Literal["rows", "rollouts", "jobs", "results", "score_jobs", "batches", "requests"]
+Input = Literal["model", "data", "task", "disk"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +29,17 @@ class Role:
     stream: str = ""  # prefix of the streams with that work, if any
     colour: str  # of its stage and processes, as a rich colour name
     rate: tuple[str, str] | None = None  # the snapshot count that measures its speed, and the unit
+    reads: tuple[Input, ...] = ()  # what must be in order on its host before it starts
     needs_broker: bool = True  # then it also has a heartbeat
     is_onlooker: bool = False  # the run can continue without it, and the run's contract ignores it
     is_optional: bool = False  # only some runs use it
 
 
 _TABLE = (
-    Role(name="producer", command="produce", waits_for="rows", colour="blue", rate=("enqueued", "seq/s")),
+    Role(
+        name="producer", command="produce", waits_for="rows", reads=("data",), colour="blue",
+        rate=("enqueued", "seq/s"),
+    ),
     Role(
         name="gateway", command="gateway", number="--index", waits_for="rollouts", colour="bright_blue",
         is_optional=True,
@@ -43,17 +48,19 @@ _TABLE = (
         name="rollout-server", command="rollout-server", number="--index", waits_for="requests", colour="bright_cyan",
         needs_broker=False, is_optional=True,
     ),
-    Role(name="worker", command="worker", waits_for="jobs", colour="cyan", rate=("tokens", "tok/s")),
+    Role(
+        name="worker", command="worker", waits_for="jobs", reads=("model",), colour="cyan", rate=("tokens", "tok/s"),
+    ),
     Role(
         name="consumer", command="consume", number="--partition", waits_for="results", stream="results",
-        colour="green", rate=("accepted", "seq/s"),
+        reads=("model", "task"), colour="green", rate=("accepted", "seq/s"),
     ),
     Role(
         name="scorer", command="score", waits_for="score_jobs", stream="score", colour="yellow", is_optional=True,
     ),
     Role(
-        name="trainer", command="train", waits_for="batches", stream="batches", colour="magenta",
-        rate=("trained", "seq/s"),
+        name="trainer", command="train", waits_for="batches", stream="batches", reads=("model", "disk"),
+        colour="magenta", rate=("trained", "seq/s"),
     ),
     Role(name="dashboard", command="dashboard", waits_for="requests", colour="white", is_onlooker=True),
 )  # fmt: skip

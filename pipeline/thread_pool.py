@@ -5,6 +5,8 @@
 - A caller that leaves changes nothing: until its deadline the work has its place.
 - Whatever the work raises is its caller's alone. A Rust panic is no Exception, and would pass by every caller.
 - The threads are daemons: what hangs does not keep the process.
+- Coroutines run on one event loop in a thread (`CoroutineThread`), so that clients they share stay usable. If one of
+  them blocks it, the loop is left to that one, and the others begin again on a new loop.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
 
+_LAST_WORDS_S = 1.0  # for cancelled coroutines of a loop that ends
 _LEFT_ALONE_S = 600.0  # for work without a deadline of its own whose caller left
 
 Made = TypeVar("Made")
@@ -199,3 +202,126 @@ def _done(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
         failure = RequestError(f"{type(error).__name__}: {error}")
         failure.__cause__ = error
         return None, failure
+
+
+class _Loop:
+    """An event loop in a daemon thread; `blocked` is the asker's event, set once it is given up."""
+
+    def __init__(self, name: str) -> None:
+        self.loop, self.blocked = asyncio.new_event_loop(), asyncio.Event()
+        self.blocker: asyncio.Task[Any] | None = None
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def _serve(self) -> None:
+        try:
+            self.loop.run_forever()
+            if left := asyncio.all_tasks(self.loop):  # of a loop that was given up, or of a role that ends
+                for task in left:
+                    task.cancel()
+                self.loop.run_until_complete(asyncio.wait(left, timeout=_LAST_WORDS_S))
+        finally:
+            self.loop.close()
+            if self.blocked.is_set():
+                _count_lost(-1)
+
+    async def answers(self, within_s: float) -> bool:
+        """Whether it still runs what it is given."""
+        asking = asyncio.get_running_loop()
+        answered = asyncio.Event()
+        self.loop.call_soon_threadsafe(lambda: asking.call_soon_threadsafe(answered.set))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(answered.wait(), within_s)
+        return answered.is_set()
+
+
+class CoroutineThread:
+    """Awaits coroutines of others away from the asking event loop, any number at a time."""
+
+    def __init__(self, name: str, *, max_lost: int = 16, grace_s: float = 1.0) -> None:
+        """No thread is started before it is needed.
+
+        `max_lost`: loops that may be blocked for good; `grace_s`: for a loop to answer after a coroutine's deadline.
+        """
+        self._name, self._max_lost, self._grace_s = name, max_lost, grace_s
+        self._home: _Loop | None = None
+        self._given_up: list[_Loop] = []
+
+    @property
+    def lost(self) -> int:
+        """Loops that are still blocked."""
+        return sum(not home.loop.is_closed() for home in self._given_up)
+
+    async def run(self, make: Callable[[], Awaitable[Made]], *, timeout_s: float, what: str) -> Made:
+        """What `make`'s awaitable returns or raises; `what` is it in errors. It is cancelled at its deadline.
+
+        Raises as `ThreadPool.run`. `make` may be called again after another's coroutine has blocked the loop.
+        """
+        while True:
+            home = self._at_home(what)
+            call = _Coroutine(make, timeout_s, what)
+            running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call.run(), home.loop))
+            blocked = asyncio.create_task(home.blocked.wait())
+            try:
+                await asyncio.wait(
+                    {running, blocked}, timeout=timeout_s + self._grace_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if running.done():
+                    return running.result()
+                if not home.blocked.is_set():
+                    if await home.answers(self._grace_s):  # this coroutine alone goes on, whatever it was told
+                        raise DeadlineExceeded(f"{what} did not end within {timeout_s:g} s")
+                    self._lose(home)
+                if call.task is home.blocker:
+                    raise DeadlineExceeded(
+                        f"{what} blocked its event loop for more than {timeout_s:g} s; await what takes long, or make "
+                        "it a plain function"
+                    )
+            finally:
+                running.cancel()
+                blocked.cancel()
+
+    def close(self) -> None:
+        """Ends the thread, whatever is left on it."""
+        home, self._home = self._home, None
+        if home is not None:
+            home.loop.call_soon_threadsafe(home.loop.stop)
+
+    def _at_home(self, what: str) -> _Loop:
+        if self.lost >= self._max_lost:
+            raise EngineError(f"{what}: {self.lost} earlier calls of {self._name} never ended; restart this process")
+        if self._home is None:
+            self._home = _Loop(self._name)
+        return self._home
+
+    def _lose(self, home: _Loop) -> None:
+        """Its running task keeps it; everything else on it begins again elsewhere."""
+        if home is self._home:
+            self._home = None
+            self._given_up.append(home)
+            _count_lost(1)
+        home.blocker = asyncio.current_task(home.loop)
+        home.blocked.set()
+        home.loop.call_soon_threadsafe(home.loop.stop)  # once the task lets go of it
+
+
+class _Coroutine:
+    def __init__(self, make: Callable[[], Awaitable[Any]], timeout_s: float, what: str) -> None:
+        self._make, self._timeout_s, self._what = make, timeout_s, what
+        self.task: asyncio.Task[Any] | None = None
+
+    async def run(self) -> Any:
+        self.task = asyncio.current_task()
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                return await self._make()
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise DeadlineExceeded(f"{self._what} did not end within {self._timeout_s:g} s") from error
+        except asyncio.CancelledError as error:
+            if self.task is not None and self.task.cancelling():
+                raise
+            raise RequestError("CancelledError: it cancelled itself") from error
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the loop
+            raise RequestError(f"{type(error).__name__}: {error}") from error

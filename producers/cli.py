@@ -90,6 +90,10 @@ def try_(
     *,
     model: Annotated[str | None, Parameter(help="Model directory; the same as --set model.path=…")] = None,
     prompt: Annotated[str | None, Parameter(help="The user message.")] = None,
+    image: Annotated[
+        tuple[Path, ...],
+        Parameter(negative="", help="An image file, shown before --prompt; may be repeated."),
+    ] = (),
     interactive: Annotated[
         bool, Parameter(name=["--interactive", "-i"], negative="", help="Keep chatting; /help lists the commands.")
     ] = False,
@@ -106,6 +110,8 @@ def try_(
     The loop, the tools and the tokens are those of `sluice rollout-server` and `sluice gateway`; no queue is needed.
 
     Example: `sluice rollout try --model models/policy --prompt "What is 15 times 23?"`
+
+    Example: `sluice rollout try --model models/vlm --prompt "What is on it?" --image scans/17.png`
     """
     import logging
 
@@ -119,10 +125,12 @@ def try_(
         raise ConfigError("no model; pass its directory with --model")
     if prompt is None and not interactive:
         raise ConfigError("no message; pass --prompt or --interactive")
+    if image and prompt is None:
+        raise ConfigError("--image is shown with a message; pass --prompt too")
     logs.configure("rollout-try", logging.WARNING)
     options = TryOptions(system=system, temperature=temperature, max_tokens=max_tokens, max_turns=max_turns, seed=seed)
     with Trial(settings, options) as trial:
-        well = trial.say(prompt) if prompt is not None else True
+        well = trial.say(prompt, image) if prompt is not None else True
         if interactive:
             trial.converse()
             return 0

@@ -7,87 +7,52 @@ number, unique; otherwise the row's content is its identity), `images`, `metadat
 URL, a `sha256:…` digest, {path, url, sha256}, or {bytes, path} as `datasets` stores images (base64 in JSONL; the path
 is then only a name). Bytes are written below `images.store` and referenced by digest; the workers fetch all others.
 
-A data set is a directory made by `save_to_disk`, or `hf:NAME[:CONFIG][:SPLIT]` from the hub. Its columns: `messages`,
-else `prompt` (a string is one user message, after the row's images); `truth`, else `answer`; `id`, `images` or
-`image`, and `metadata` as in JSONL. Other columns aren't read, and no image is decoded. Only data are read: `datasets`
-itself refuses a data set with its own code.
+Columns of a data set: see `pipeline/prompts/data_sets.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Awaitable, Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 
 from sluice.pipeline.config.types import Config, DataConfig, ImagesConfig
 from sluice.pipeline.errors import ConfigError, DataError, RequestError
-from sluice.pipeline.images.pixels import check_encoded
-from sluice.pipeline.images.store import check_digest, normal_digest
-from sluice.pipeline.images.writer import ImageWriter
+from sluice.pipeline.images.paths import Roots
+from sluice.pipeline.images.store import describe, find_file
+from sluice.pipeline.images.writer import ImageWriter, admit_bytes, images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.prompts import rows
 from sluice.pipeline.prompts.admission import Limits
-from sluice.pipeline.prompts.rows import MAX_ROW_BYTES, Malformed, admit_row
+from sluice.pipeline.prompts.data_sets import count_dataset, fingerprint_dataset, is_dataset, read_dataset
+from sluice.pipeline.prompts.rows import MAX_ROW_BYTES, ImageRow, Malformed, RowImage
 from sluice.pipeline.queue import Credit
-from sluice.pipeline.run.preflight import RowsFound
+from sluice.pipeline.run.preflight import FirstRow, RowsFound
 from sluice.pipeline.run.resume_point import read_cursor
 from sluice.pipeline.run.role import Role
 from sluice.pipeline.wire.codec import shown
-from sluice.pipeline.wire.messages import ImageRef
 
 _SAMPLE_BYTES = 1 << 20
+_FIRST_IMAGES = 16
 
 
-class RowImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An image of a row: a reference, or its bytes, which then count alone."""
-
-    path: str | None = None
-    url: str | None = None
-    sha256: str | None = None
-    data: bytes | None = msgspec.field(default=None, name="bytes")
-
-    def __post_init__(self) -> None:
-        if self.data is None and not (self.path or self.url or self.sha256):
-            raise ValueError("an image has neither bytes nor path, url or sha256; give one")
-
-    @property
-    def ref(self) -> ImageRef:
-        """As a job references it."""
-        if self.data is not None:
-            return ImageRef(sha256=sha256(self.data).hexdigest())
-        return ImageRef(path=self.path, url=self.url, sha256=self.sha256)
-
-
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Row(ImageRow, frozen=True, kw_only=True):
     """One prompt."""
 
     messages: list[dict[str, Any]]
     truth: Any = None
     id: str | int | None = None
-    images: list[str | RowImage] | str | RowImage = []  # a list once it is read
     metadata: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
-        if not isinstance(self.images, list):
-            msgspec.structs.force_setattr(self, "images", [self.images])
+        super().__post_init__()
         rows.check_messages(self.messages)
         rows.check_images(self.messages, len(self.each_image()))
-
-    def each_image(self) -> list[str | RowImage]:
-        """The images in order."""
-        return cast("list[str | RowImage]", self.images)
-
-    def image_refs(self) -> list[ImageRef]:
-        """The images as a job references them."""
-        return [ImageRef.of(image) if isinstance(image, str) else image.ref for image in self.each_image()]
 
 
 def identity(row: Row) -> str:
@@ -122,7 +87,11 @@ def read_rows(
     config: DataConfig, limits: Limits | None = None, images: ImagesConfig | None = None
 ) -> Iterator[Row | Malformed]:
     """The rows of one epoch in file order; `limits` are the model's, `images` those of a picture's bytes."""
-    check = partial(_check_bytes, limits=images or ImagesConfig())
+    limit = images or ImagesConfig()
+
+    def check(row: Row) -> None:
+        admit_bytes(row.each_image(), limit)
+
     if _is_dataset(config):
         found = read_dataset(config.path, Row, limits, check)
     else:
@@ -152,16 +121,6 @@ def stored(row: Row, writer: ImageWriter) -> Row:
     return msgspec.structs.replace(row, images=images)
 
 
-def _check_bytes(row: Row, limits: ImagesConfig) -> None:
-    """Raise RequestError for bytes that are no accepted picture."""
-    for at, image in enumerate(row.each_image()):
-        if isinstance(image, RowImage) and image.data is not None:
-            where = f"`images[{at}]`"
-            check_encoded(image.data, limits, where)
-            if image.sha256:
-                check_digest(image.data, normal_digest(image.sha256, where), where)
-
-
 def _is_dataset(config: DataConfig) -> bool:
     if config.format == "auto":
         return is_dataset(config.path)
@@ -179,130 +138,6 @@ def _existing(config: DataConfig) -> Path:
 
 def _is_parquet(config: DataConfig) -> bool:
     return rows.is_parquet(config.path) if config.format == "auto" else config.format == "parquet"
-
-
-HUB = "hf:"
-_COLUMNS = ("messages", "prompt", "truth", "answer", "id", "images", "image", "metadata")
-_ENDS = 64  # rows the fingerprint reads at each end
-_RowT = TypeVar("_RowT")
-
-
-def is_dataset(path: str) -> bool:
-    """Whether the path looks like a data set."""
-    return path.startswith(HUB) or any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def count_dataset(path: str) -> int:
-    """Rows, including malformed ones."""
-    return len(_open_dataset(path))
-
-
-def fingerprint_dataset(path: str) -> str:
-    """Identity of the contents: number of rows, columns, and the rows at the beginning and end."""
-    data = _open_dataset(path)
-    ends = [*range(min(_ENDS, len(data))), *range(max(_ENDS, len(data) - _ENDS), len(data))]
-    with _readable(path):
-        rows = repr([_short(_plain(data[at])) for at in ends])
-    return sha256(f"{len(data)}:{data.features}:{rows}".encode("utf-8", "backslashreplace")).hexdigest()[:24]
-
-
-def read_dataset(
-    path: str, kind: type[_RowT], limits: Limits | None = None, check: Callable[[_RowT], None] | None = None
-) -> Iterator[_RowT | Malformed]:
-    """The rows in order; raises DataError if the file is broken. `check` as in `rows.read_rows`."""
-    for number, columns in enumerate(_dataset_rows(path), start=1):
-        try:
-            row = msgspec.convert(_mapped(columns), kind)
-            admit_row(row, limits or Limits())
-            if check is not None:
-                check(row)
-            yield row
-        except (msgspec.ValidationError, ValueError, RequestError) as error:
-            yield Malformed(f"{path}: row {number}", f"malformed row: {error}")
-
-
-def _dataset_rows(path: str) -> Iterator[dict[str, Any]]:
-    with _readable(path):
-        yield from map(_plain, _open_dataset(path))
-
-
-@contextmanager
-def _readable(path: str) -> Iterator[None]:
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:  # Arrow and the image decoders raise many kinds of errors
-        raise DataError(f"{path}: a row cannot be read with datasets ({error!r}); rebuild the data set") from error
-
-
-def _mapped(columns: dict[str, Any]) -> dict[str, Any]:
-    tree = rows.given_columns(columns)
-    prompt, answer = tree.pop("prompt", None), tree.pop("answer", None)
-    if prompt is not None:
-        asked = [{"role": "user", "content": _shown(prompt, tree)}] if isinstance(prompt, str) else prompt
-        tree.setdefault("messages", asked)
-    if answer is not None:
-        tree.setdefault("truth", answer)
-    return tree
-
-
-def _shown(prompt: str, columns: dict[str, Any]) -> Any:
-    """What the user says: the row's images, then the prompt."""
-    images = columns.get("images", [])
-    if not (count := len(images) if isinstance(images, list) else 1):
-        return prompt
-    return [*[{"type": "image"}] * count, {"type": "text", "text": prompt}]
-
-
-def _open_dataset(path: str) -> Any:
-    module = _datasets()
-    try:
-        data = _from_hub(module, path) if path.startswith(HUB) else module.load_from_disk(path)
-    except (OSError, ValueError, RuntimeError, module.exceptions.DatasetsError) as error:
-        raise DataError(f"{path}: cannot be read with datasets ({error}); {_USE}") from error
-    if isinstance(data, dict):
-        raise DataError(f"{path}: holds the splits {', '.join(data)}; name one: {path.rstrip('/')}/{next(iter(data))}")
-    kept = [name for name in _COLUMNS if name in data.column_names]
-    if not {"messages", "prompt"} & set(kept):
-        raise DataError(f"{path}: has neither `messages` nor `prompt`, but {', '.join(data.column_names)}; rename one")
-    data = data.select_columns(kept)
-    pictures = [data.features[name] for name in ("images", "image") if name in kept]
-    if any(isinstance(getattr(one, "feature", one), module.Image) for one in pictures):
-        return data.with_format("arrow")  # the stored bytes and path; datasets would decode them
-    return data
-
-
-def _short(value: Any) -> Any:
-    """The same with digests for bytes."""
-    if isinstance(value, dict):
-        return {name: _short(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_short(inner) for inner in value]
-    return sha256(value).digest() if isinstance(value, bytes) else value
-
-
-def _plain(row: Any) -> dict[str, Any]:
-    """The columns of a row, whatever the format."""
-    return row if isinstance(row, dict) else row.to_pylist()[0]
-
-
-_USE = "give a directory made by save_to_disk, or hf:NAME[:CONFIG][:SPLIT] if the Hub is reachable"
-
-
-def _from_hub(module: Any, path: str) -> Any:
-    name, *rest = path.removeprefix(HUB).split(":")
-    split = rest.pop() if rest else "train"
-    if not name or len(rest) > 1:
-        raise DataError(f"{path}: not the name of a data set; write hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
-    return module.load_dataset(name, *rest, split=split)
-
-
-def _datasets() -> Any:
-    try:
-        return importlib.import_module("datasets")
-    except ModuleNotFoundError as error:
-        raise DataError("data sets need Hugging Face datasets: pip install 'sluice[data]', or give JSONL") from error
 
 
 BEFORE_FIRST = "-1:-1"  # the cursor before the first row
@@ -384,18 +219,77 @@ def refuse_other_source(config: Config, held: dict[bytes, bytes], data: str) -> 
     return "the data file has changed; its first rows are not read again"
 
 
-def look_at_rows(config: Config, patience_s: float) -> RowsFound:
-    """Read one epoch's rows for at most `patience_s`; raises DataError for an unreadable file."""
-    until = time.monotonic() + patience_s
-    total, read, malformed, first = count_rows(config.data), 0, 0, None
+def look_at_rows(config: Config, max_s: float) -> RowsFound:
+    """Read one epoch's rows for at most `max_s`.
+
+    Raises DataError for an unreadable file, or if none of the first images that rows name by path is here.
+    """
+    until = time.monotonic() + max_s
+    read, malformed, truths, first, all_read = 0, 0, 0, None, True
+    images = FirstImages(config)
     for row in read_prompts(config):
+        if time.monotonic() >= until:
+            all_read = False
+            break
         read += 1
         if isinstance(row, Malformed):
             malformed += 1
             first = first or f"{row.where}: {row.problem}"
-        if time.monotonic() > until:
+            continue
+        truths += row.truth is not None
+        images.look_at(read, row)
+    images.refuse()
+    return RowsFound(read=read, all_read=all_read, malformed=malformed, first_malformed=first, truths=truths)
+
+
+class FirstImages:
+    """Whether workers on this host would find the first images that rows name by path.
+
+    One that is missing costs its own row; if all are, images.roots is another directory than the paths begin at.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._left = _FIRST_IMAGES if config.worker.count else 0  # else the workers' hosts may have others
+        images = images_of_run(config)
+        self._roots = Roots(images.roots, may_lack=images.store)
+        self._problem, self._found = "", False
+
+    def look_at(self, number: int, row: Row) -> None:
+        """Row `number` of the file, from 1. Blocks."""
+        for ref in row.image_refs() if self._left else ():
+            if ref.path is None or ref.url is not None:
+                continue
+            self._left -= 1
+            try:
+                find_file(self._roots, ref, describe(ref))
+                self._found = True
+            except RequestError as error:
+                self._problem = self._problem or f"{self._config.data.path}: row {number}: {error}"
+            if not self._left:
+                return
+
+    def refuse(self) -> None:
+        """Raises DataError."""
+        if self._problem and not self._found:
+            roots = ", ".join(self._config.images.roots) or "none"
+            raise DataError(
+                f"{self._problem}; no image of the first rows is here. Set images.roots ({roots}) to the directory "
+                "that their paths begin at"
+            )
+
+
+def first_rows(config: Config, count: int) -> list[FirstRow]:
+    """The first usable rows; raises DataError for an unreadable file."""
+    found: list[FirstRow] = []
+    for number, row in enumerate(read_prompts(config), start=1):
+        if isinstance(row, Row):
+            place = f"{config.data.path}, row {number}"
+            refs, more = row.image_refs(), {**row.metadata, "row": identity(row), "epoch": 0}  # as in its job
+            found.append(FirstRow(where=place, messages=row.messages, truth=row.truth, images=refs, metadata=more))
+        if len(found) >= count:
             break
-    return RowsFound(rows=total, read=read, malformed=malformed, first_malformed=first)
+    return found
 
 
 def look_at_source(config: Config, held: dict[bytes, bytes]) -> str:

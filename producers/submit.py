@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +23,7 @@ from sluice.pipeline.images.writer import ImageWriter
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import Credit, JobQueue, Outcome, SourceRewound, job_id_for
 from sluice.pipeline.queue.trained import trained_among
+from sluice.pipeline.run.preflight import rows_in_order
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.wire.messages import DecodeJob
 from sluice.pipeline.wire.waits import WaitKind
@@ -46,6 +48,7 @@ Placed = tuple[Any, str]  # an item, and the cursor after it: empty except for a
 
 async def produce(config: Config) -> None:
     """Run the producer role until its source is exhausted or it is asked to stop."""
+    await asyncio.to_thread(rows_in_order, config)  # before anything of it is enqueued
     rows = count_rows(config.data)
     async with role_process(config, "producer", default_name("producer")) as role:
         owner = Ownership(role.client, role.keys, "producer")
@@ -232,19 +235,7 @@ class DecodeIntake:
 
     def items(self, row: Row, epoch: int) -> list[DecodeJob]:
         """The job covering all members of its group."""
-        config, name, n = self._config, identity(row), self._config.producer.group_size
-        job = DecodeJob(
-            run=config.run,
-            job_id=job_id_for(config.run, name, epoch, config.sampling, n),
-            n=n,
-            messages=row.messages,
-            images=row.image_refs(),
-            sampling=config.sampling,
-            truth=row.truth,
-            task=config.rollout_matching.task,
-            metadata={**row.metadata, "row": name[:256], "epoch": epoch},
-        )
-        return [job]
+        return [job_of(self._config, row, epoch)]
 
     def sequences(self, item: DecodeJob) -> list[str]:
         """Its members."""
@@ -257,3 +248,36 @@ class DecodeIntake:
     async def settled(self) -> bool:
         """Always: the workers do the rest."""
         return True
+
+
+def job_of(config: Config, row: Row, epoch: int) -> DecodeJob:
+    """A row's job, for all members of its group."""
+    name, n = identity(row), config.producer.group_size
+    return DecodeJob(
+        run=config.run,
+        job_id=job_id_for(config.run, name, epoch, config.sampling, n),
+        n=n,
+        messages=row.messages,
+        images=row.image_refs(),
+        sampling=config.sampling,
+        truth=row.truth,
+        task=config.rollout_matching.task,
+        metadata={**row.metadata, "row": name[:256], "epoch": epoch},
+        keep_messages=config.rollout_matching.reward is not None,
+    )
+
+
+def first_jobs(config: Config, count: int) -> list[DecodeJob]:
+    """The jobs of the first `count` rows, as a run would enqueue them; images' bytes are then in the run's store.
+
+    The entry point `sluice.checks: jobs`. Raises DataError for a malformed row, StoreError.
+    """
+    writer, found = ImageWriter.of(config), list[DecodeJob]()
+    for number, row in enumerate(islice(read_prompts(config), count), 1):
+        if isinstance(row, Malformed):
+            raise row.error()
+        try:
+            found.append(job_of(config, stored(row, writer), 0))
+        except RequestError as error:
+            raise DataError(f"{config.data.path}: row {number}: {error}") from error
+    return found

@@ -105,6 +105,7 @@ _EXPLAINED = {
     "metrics": "[metrics.md](metrics.md)",
     "dashboard": "[tour.md](tour.md#look), [security.md](security.md#servers)",
     "tracking": "[metrics.md](metrics.md#trackers)",
+    "preflight": "[failures.md](failures.md#before-the-start)",
     "up": "[failures.md](failures.md)",
 }
 """Section → where it is explained; a nested one without an entry has its parent's."""

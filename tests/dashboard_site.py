@@ -127,7 +127,7 @@ def site_config(broker: BrokerConfig, directory: Path, model: Path, run: str) ->
 
 def jobs_of(run: str, count: int = 8) -> list[DecodeJob]:
     """Groups of two, and one request that no engine can serve."""
-    sampling = SamplingParams(max_new_tokens=24, temperature=1.0, seed=7)  # with it none here ends by itself
+    sampling = SamplingParams(max_new_tokens=24, temperature=1.0, seed=7)
     good = [
         decode_job(
             f"{run}:row-{number}",

@@ -13,6 +13,7 @@ import transformers
 from msgspec.structs import replace
 
 from sluice.consumers.samples import image_token_of
+from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training.images import SampleImages
 from sluice.pipeline.config.types import Config, ImagesConfig, ModelConfig
 from sluice.pipeline.images.processor import VisionProcessor
@@ -79,6 +80,25 @@ def seen_sample(
         images=list(refs),
     )
     return replace(sample, **changes)
+
+
+def taught_sample(name: str, config: Config, processor: VisionProcessor, refs: Sequence[ImageRef]) -> TrainingSample:
+    """Its tokens are those of a text, the answer's all with weight 1; no token was sampled."""
+    codec, mark = HFTextCodec(config.model.path), processor.image_token
+    asked = codec.encode("see " + "".join(f"{mark} is {number}" for number in range(len(refs))) + " what?")
+    answer = [*codec.encode(f"a small <{name}> box"), codec.eos_token_ids[0]]
+    prompt = list(processor.prepare(asked, pictures(len(refs))).token_ids) if refs else asked
+    ids = TokenArray([*prompt, *answer])
+    return training_sample(
+        f"{name}:0",
+        len(ids),
+        token_ids=ids,
+        labels=ids,
+        weights=FloatArray([0.0] * len(prompt) + [1.0] * len(answer)),
+        segments=Runs.of([0] * len(ids)),
+        prompt_len=len(prompt),
+        images=list(refs),
+    )
 
 
 def written_placeholder(config: Config) -> int:

@@ -9,6 +9,8 @@
 | new weights      | file loads, the engine's step |
 
 - If a sequence can't be decoded, or its prompt can't be rendered, its job ends as dead letters; other jobs continue.
+- A job whose images can't be reached now (a mount, a server, a busy host) goes back to the queue, `images.tries` times.
+  Until this worker reaches images again it tries one such job every 2 s, and leaves the others to other workers.
 - The worker claims slightly more than the engine decodes at once, so the engine never waits for the queue. On stop,
   jobs that haven't started go back at once.
 - New weights are loaded between two tokens; running sequences continue under them.
@@ -29,6 +31,8 @@ from typing import Any
 import msgspec
 
 from sluice.pipeline.errors import RequestError
+from sluice.pipeline.images.paths import SourceUnavailable
+from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import (
     ArqFunctions,
     Claim,
@@ -37,6 +41,7 @@ from sluice.pipeline.queue import (
     LeasedWorker,
     Piece,
     arq_settings,
+    backoff_s,
     func,
     seed_for,
 )
@@ -50,7 +55,9 @@ from sluice.workers.job_prompts import JobPrompt, JobPrompts
 from sluice.workers.slots import HeldJob, Slots
 from sluice.workers.weights_watch import WeightsWatch
 
+_LOOK_FOR_IMAGES_S = 2.0  # between jobs of a worker that reaches no images
 _TOO_EARLY_S = 0.5  # delay of a job that needs newer weights than the loaded ones
+_SAY_EVERY_S = 10.0  # that images can't be reached
 
 
 class DecodeWorker:
@@ -60,6 +67,8 @@ class DecodeWorker:
         self._role, self._backend, self._prompts = role, backend, prompts
         self._weights = WeightsWatch(role, backend)
         self._looked = False
+        self._said_at = float("-inf")  # monotonic seconds
+        self._images_away_at: float | None = None  # monotonic seconds of the last failure; None: images are reached
         self._slots = Slots(role.config.worker.max_batch)
         place: dict[str, Any] = {"client": role.client, "keys": role.keys, "config": role.config}
         self.leases = LeasedWorker(**place, name=role.name, stop=role.stop)
@@ -79,11 +88,20 @@ class DecodeWorker:
             after_claim=lambda got: self._weights.saw(got.latest),
             each_turn=self._each_turn,
         )
-        await self.leases.serve(self, hooks)
+        try:
+            await self.leases.serve(self, hooks)
+        finally:
+            await self._calls.close()
 
     def room(self) -> int:
         """Number of sequences worth claiming."""
-        return self._slots.room()
+        room = self._slots.room()
+        if self._images_away_at is None:
+            return room
+        # Jobs come back at once from a host without images: with all its room it would use up the tries of the whole
+        # queue, while workers that could decode them are busy.
+        due = time.monotonic() - self._images_away_at >= _LOOK_FOR_IMAGES_S and not self._slots.fetching()
+        return min(room, 1) if due else 0
 
     def held(self) -> Collection[str]:
         """Ids of jobs, including plain calls."""
@@ -174,6 +192,25 @@ class DecodeWorker:
         trace = "".join(traceback.format_exception(error)) if error.__cause__ else ""
         await self._fail(claim, "invalid_request", str(error), trace)
 
+    async def _give_back(self, held: HeldJob, cause: SourceUnavailable) -> None:
+        """To the queue, to try its images again later; what it has left is dead after the last try."""
+        self._images_away_at = time.monotonic()
+        claim, most = held.claim, self._role.config.images.tries
+        tries = claim.tries + 1
+        if tries >= most:
+            await self._fail(claim, "images_unavailable", f"{cause} (tried {tries} times, images.tries)")
+            return
+        if held.given_back:  # by another of its sequences
+            return
+        held.given_back = True
+        if time.monotonic() - self._said_at >= _SAY_EVERY_S:
+            self._said_at = time.monotonic()
+            get_logger().warning(
+                "images can't be reached; jobs go back", job=claim.job_id, tries=tries, cause=str(cause)
+            )
+        await self.leases.give_back(claim, max(backoff_s(tries), cause.after_s), tried=True)
+        self._slots.lose(claim.job_id, claim.attempt)  # last: as in `_fail`
+
     async def _fail(self, claim: Claim, reason: str, detail: str, trace: str = "") -> None:
         called = claim.job is not None and claim.job.reply_to  # the caller gets the answer, so there's no dead letter
         await self.leases.fail(claim, reason, detail, trace, "dropped" if called else "dead")
@@ -202,14 +239,21 @@ class DecodeWorker:
             return
         try:
             prompt = held.prompt if isinstance(held.prompt, JobPrompt) else held.prompt.result()
+            if prompt.images:
+                self._images_away_at = None
             request = request_for(claim, held.job, prompt, index, seed=seed, every=every, on_progress=self._store)
             output = await self._backend.decode(request)
+        except SourceUnavailable as error:
+            await self._give_back(held, error)
+            return
         except RequestError as error:
             await self._refuse(claim, error)
             return
         facts, name = self._backend.facts, self._role.name
         result = result_of(claim, held.job, request, output, facts=facts, worker=name, truncated=prompt.truncated)
         times = result.timings
+        if (behind_s := self._weights.behind_s(result.versions)) is not None:
+            times["behind_s"] = behind_s
         self._role.telemetry.observe(sluice_queue_seconds=times["queue_s"], sluice_decode_seconds=times["decode_s"])
         self.leases.committer.put(Finished(claim, result))
 
@@ -316,6 +360,7 @@ def result_of(
         images=stamped(job.images, request.images),
         task=job.task,
         metadata={**job.metadata, "fallback": output.fallback} if output.fallback else job.metadata,
+        messages=job.messages if job.keep_messages else [],
     )
 
 

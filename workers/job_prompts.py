@@ -46,7 +46,7 @@ class JobPrompts:
         self._images = ImageStore(self._limits)
 
     async def make(self, job: DecodeJob, facts: EngineFacts) -> JobPrompt:
-        """The prompt of any job. Raises RequestError.
+        """The prompt of any job. Raises RequestError; SourceUnavailable if its images can't be reached now.
 
         Raises EngineError if this host can't decode images at all, or if too many renderings never ended.
         """

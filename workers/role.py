@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.images.writer import images_of_run
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue import Claim
 from sluice.pipeline.run.gpu import use_free_gpu
 from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.pipeline.wire.messages import DecodeJob, SequenceResult
 from sluice.pipeline.wire.waits import WaitKind
 from sluice.workers.engine.contracts import EngineFacts
+from sluice.workers.model_files import check_directory
 
 
 async def work(config: Config, stop: asyncio.Event | None = None) -> None:
     """Run a decode worker until it is asked to stop, by a signal or by the given event."""
+    check_directory(config.model.path)
     with contextlib.ExitStack() as gpu:  # released last: the process holds GPU memory until the end
         async with role_process(config, "worker", default_name("worker"), stop) as role:
             gpu.enter_context(use_free_gpu(wanted=config.worker.claim_gpu))
@@ -43,6 +49,45 @@ async def serve(role: Role) -> None:
         role.status.waiting(None)
         try:
             await DecodeWorker(role, backend, prompts).run()
+        finally:
+            await prompts.close()
+    finally:
+        await backend.close()
+
+
+@contextlib.asynccontextmanager
+async def worker_without_queue(
+    config: Config,
+) -> AsyncGenerator[Callable[[DecodeJob], Awaitable[list[SequenceResult]]]]:
+    """Decodes jobs in this process, with a worker's own code; the entry point `sluice.engines: jobs`.
+
+    A call returns the results of one job in index order; it raises RequestError for a prompt that can't be decoded.
+    Raises ModelError, EngineError.
+    """
+    from sluice.workers.decode_worker import request_for, result_of
+    from sluice.workers.engine.backends import make_backend
+    from sluice.workers.job_prompts import JobPrompts
+
+    backend = make_backend(config.model, config.worker, config.rollout_matching.repeat_terminate, config.images)
+
+    async def decode(job: DecodeJob) -> list[SequenceResult]:
+        facts, prompt = backend.facts, await prompts.make(job, backend.facts)
+        claim = Claim(job_id=job.job_id, attempt=1, enqueued_at=time.time(), job=job)
+
+        async def one(index: int) -> SequenceResult:
+            request = request_for(claim, job, prompt, index, seed=config.seed, every=0, on_progress=lambda *_: None)
+            output = await backend.decode(request)
+            return result_of(claim, job, request, output, facts=facts, worker="here", truncated=prompt.truncated)
+
+        return list(await asyncio.gather(*map(one, range(job.n))))
+
+    try:
+        await backend.start()
+        prompts = await asyncio.to_thread(
+            partial(JobPrompts, config.model, images_of_run(config), timeout_s=config.worker.stall_timeout_s)
+        )
+        try:
+            yield decode
         finally:
             await prompts.close()
     finally:

@@ -30,6 +30,7 @@ class HeldJob:
     waiting: deque[int]
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     started: bool = False
+    given_back: bool = False  # it will come again; its sequences end without a result
 
     @property
     def ready(self) -> bool:

@@ -19,6 +19,7 @@ from sluice.pipeline.run.role import Role
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.versions import verify
 from sluice.pipeline.wire.messages import WeightVersion
+from sluice.pipeline.wire.tokens import Runs
 from sluice.workers.engine.contracts import Backend, WeightsProbe
 
 _HALF_LENIENCE = 4  # half precision alone must not end a worker; the wrong model would be off by much more
@@ -34,6 +35,7 @@ class WeightsWatch:
         self._refused: int | None = None
         self._latest: int | None = None
         self._is_proved = False  # the loaded weights score as the trainer measured
+        self._behind: tuple[int, float] | None = None  # newest loaded version, seconds from its publication
 
     def saw(self, latest: int | None) -> None:
         """Record the registry's newest version, as reported by the last claim."""
@@ -96,8 +98,15 @@ class WeightsWatch:
         if published_at is None:
             return False  # retired in the meantime: there is a newer one
         self._is_proved = True
-        get_logger().info("weights loaded", version=version, behind_s=round(time.time() - published_at, 3))
+        self._behind = version, round(time.time() - published_at, 3)
+        get_logger().info("weights loaded", version=version, behind_s=self._behind[1])
         return True
+
+    def behind_s(self, versions: Runs) -> float | None:
+        """From the publication of the newest loaded version to its first token here; None if none of these is of it."""
+        if self._behind is None or all(version != self._behind[0] for version, _ in versions.runs):
+            return None
+        return max(0.0, self._behind[1])
 
     async def _load(self, version: int) -> float | None:
         """When it was published; None if it no longer exists."""

@@ -33,7 +33,7 @@ from msgspec import structs
 from sluice.bench.child import Parent
 from sluice.bench.engine import make_engine
 from sluice.bench.guard.rule_cost import ANY_PERIOD, DEFAULTS, ns_per_token
-from sluice.bench.harness import HOME, at_least_one, own_directory, run_interruptible, say, why_no_vllm
+from sluice.bench.harness import HOME, at_least_one, run_interruptible, say, why_no_vllm
 from sluice.bench.models import HEALTHY, LEAD, LOOPING_CONTEXT, Chains, endless_model, looping_model, word
 from sluice.bench.processes import START_S, Fleet, engine_environment, run_settings
 from sluice.consumers.training.step_log import read_steps
@@ -100,7 +100,7 @@ class Plan:
         return cls(ordered, 200, 31, sequences, longest, run_sequences, min(longest, _RUN_LONGEST), why)
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
     `step_share`: guard time over step time inside the engine's process, by backend and number of sequences.
@@ -112,12 +112,14 @@ def measure(plan: Plan) -> dict[str, Any]:
     `trained_per_s`, `tokens`: of whole runs without the guard and with it; `triggered` and `tokens_saved`: the
     second run's own metrics. Null if a part didn't run.
     """
-    with own_directory() as home:
-        alone = ns_per_token(plan.rounds, _STREAM, vllm="vllm" in plan.backends)
-        say("ns a token: " + ", ".join(f"{name} {value}" for name, value in alone["ns_by_stream"].items()))
-        found = run_interruptible(_in_engines(plan, home))
-        whole = _whole_runs(plan, home) if plan.run_sequences else {"trained_per_s": None, "tokens": None}
-    conditions = {
+    alone = ns_per_token(plan.rounds, _STREAM, vllm="vllm" in plan.backends)
+    say("ns a token: " + ", ".join(f"{name} {value}" for name, value in alone["ns_by_stream"].items()))
+    found = run_interruptible(_in_engines(plan, home))
+    whole = _whole_runs(plan, home) if plan.run_sequences else {"trained_per_s": None, "tokens": None}
+    return {
+        **found,
+        **alone,
+        **whole,
         "thresholds": msgspec.to_builtins(DEFAULTS),
         "stream_tokens": _STREAM,
         "sequences": plan.sequences,
@@ -126,8 +128,6 @@ def measure(plan: Plan) -> dict[str, Any]:
         "run_longest": plan.run_longest,
         "threads": THREADS,
     }
-    why = {"why_no_vllm": plan.why_no_vllm} if plan.why_no_vllm else {}
-    return {**found, **alone, **whole, **conditions, **why}
 
 
 async def _in_engines(plan: Plan, home: Path) -> dict[str, Any]:

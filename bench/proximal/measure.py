@@ -17,25 +17,24 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 
 from sluice.bench.broker import enqueue, own_broker
 from sluice.bench.child import Parent
 from sluice.bench.engine import PROMPT_IDS
-from sluice.bench.harness import HOME, at_least_one, own_directory, run_interruptible, say, why_no_vllm
+from sluice.bench.harness import HOME, at_least_one, say, why_no_vllm
 from sluice.bench.models import ENDLESS_CONTEXT, endless_model
-from sluice.bench.processes import START_S, Fleet, enforce_eager, engine_environment, run_settings, set_options
+from sluice.bench.processes import START_S, Fleet, enforce_eager, engine_environment, run_settings
 from sluice.bench.proximal.updates import Sizes, score_cost, throughput
 from sluice.bench.proximal.valid_share import valid_share
 from sluice.bench.proximal.versions import Publisher, Variants, ensure_variants
 from sluice.pipeline.config import Config, load_config
-from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions, WorkerConfig
+from sluice.pipeline.config.types import BackendName, ModelConfig, VllmEngineOptions, WorkerConfig
 from sluice.pipeline.errors import ConfigError, SluiceError
 from sluice.pipeline.queue import JobQueue
 from sluice.pipeline.run.role import role_process
-from sluice.pipeline.run.supervisor import sluice_command
 from sluice.pipeline.wire.keys import Keys, tagged
 from sluice.pipeline.wire.messages import DecodeJob, Progress, SamplingParams
 from sluice.pipeline.wire.tokens import TokenArray
@@ -48,7 +47,6 @@ THREADS = 1
 _SEEN_S = 120.0
 _GAP_S = (0.3, 1.0)
 _JOBS_A_ROW = 16  # far more than are decoded in that time
-BACKENDS = ("hf", "vllm")
 COST = {"hf": 1.15, "vllm": 1.5}
 """Most that an update which scores may cost, over one which only re-prefills."""
 
@@ -74,8 +72,8 @@ class Plan:
     def of(cls, *, backends: str, rounds: int | None, quick: bool) -> Plan:
         """`backends`: comma-separated names. Checked. Raises ConfigError."""
         names = tuple(dict.fromkeys(name.strip() for name in backends.split(",") if name.strip()))
-        if not names or not set(names) <= set(BACKENDS):
-            raise ConfigError(f"--backends {backends!r}: give some of {','.join(BACKENDS)}")
+        if not names or not set(names) <= set(get_args(BackendName)):
+            raise ConfigError(f"--backends {backends!r}: give some of {','.join(get_args(BackendName))}")
         at_least_one(rounds=rounds)
         sizes = _QUICK if quick else Sizes()
         sizes = sizes if rounds is None else msgspec.structs.replace(sizes, rounds=rounds)
@@ -99,7 +97,7 @@ class Bench:
         return run_settings(run, self.model, f"run_dir={self.home}", "model.dtype=float32", *more)
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
     `publish_to_first_token_s`: see above. `score_cost_ratio`: an update that re-prefills and
@@ -107,18 +105,15 @@ def measure(plan: Plan) -> dict[str, Any]:
     `tok_s_by_interval`: tokens per second by steps between updates. `valid_share`: by versions in the queue.
     `aims`: each target, and whether it was met; `measured`: the conditions, in words.
     """
-    with own_directory() as home:
-        model = endless_model(HOME)
-        parts = run_interruptible(_run(plan, home, model, ensure_variants(HOME, model)))
-    found = {
-        **fields(parts),
+    model = endless_model(HOME)
+    return {
+        **fields(await _run(plan, home, model, ensure_variants(HOME, model))),
         "measured": measured(plan.sizes),
         "sizes": msgspec.to_builtins(plan.sizes),
         "threads": THREADS,
         "dtype": "float32",
         "model": model.name,
     }
-    return {**found, "why_no_vllm": plan.why_no_vllm} if plan.why_no_vllm else found
 
 
 def fields(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -185,8 +180,7 @@ async def _run(plan: Plan, home: Path, model: Path, variants: Path) -> dict[str,
         for name in dict.fromkeys((*plan.backends, "hf")):  # the share is always measured with hf
             async with Fleet("scorer", home) as scorer:
                 if name == "hf":  # it loads at the same time as the engine
-                    command = sluice_command("score", *set_options(share))
-                    await scorer.start(command, {**engine_environment(THREADS), "REDIS_URL": url})
+                    await scorer.start_role("score", share, url, engine_environment(THREADS))
                 async with engine(name, bench) as running:
                     if name == "hf":
                         work = Work("share", plan.sizes, [*share, f"broker.url={url}"])

@@ -1,21 +1,20 @@
-"""What an update costs: three kinds of it in turns, over the same rows, and tokens a second while updates come.
+"""What an update costs: three kinds in turn over the same rows, and tokens per second while updates arrive.
 
-| kind      | what is timed                                                                                |
-|-----------|----------------------------------------------------------------------------------------------|
+| kind      | what is timed                                                                                 |
+|-----------|-----------------------------------------------------------------------------------------------|
 | scored    | v -> v + 1: pause, load, the prefill that rebuilds the cache and scores every generated token |
-| recompute | v -> v + 2: the same, and nothing is scored, as no token is of the version before             |
+| recompute | v -> v + 2: the same without scores, since no token is from the version just before           |
 | none      | a decode step of the same rows                                                                |
 
-- Of an update the clock runs from the last token before it (or the call, if that comes later) to the first token of
-  the last row after it. No probe is scored and no digest is checked: they would hide the difference.
-- Ratios are medians of the rounds' ratios; `by_cpu` compares processor seconds over all rounds.
-- For tokens a second, segments of every interval take turns; each begins with rows of evenly spread lengths, and counts
-  the tokens from the moment at which all rows run. The longest interval has its one update in the middle one of its
-  segments. An update is what a worker does: digest, load, probe, and the prefill that scores. The rate of an interval
-  is that of all its segments together.
-- Rows are sequences that run until they are stopped. They begin with tokens that were decoded before, as a redelivered
-  job does; these are random ids, for costs do not depend on what they say. Times are `time.perf_counter` seconds, taken
-  in the engine's thread as it reports the token.
+- An update is timed from the last token before it (or from the call, if that is later) to the last row's first token
+  after it. No probe is scored and no digest is checked: they would hide the difference.
+- Ratios are medians of the rounds' ratios; `by_cpu` compares CPU seconds over all rounds.
+- Throughput: segments of all intervals alternate. Each starts with rows of evenly spread lengths, and counts tokens
+  from the moment when all rows run. The longest interval gets its one update in its middle segment. An update is what a
+  worker does: digest, load, probe, and the prefill that scores. An interval's rate covers all its segments.
+- Rows are sequences that run until they are stopped. They start with tokens decoded earlier, like a redelivered job;
+  the ids are random, since the cost doesn't depend on them. Times are `time.perf_counter` seconds, taken in the
+  engine's thread when it reports the token.
 """
 
 from __future__ import annotations
@@ -35,9 +34,10 @@ from typing import Any
 
 import msgspec
 
-from sluice.bench.engine import PROMPT_IDS, cpu_s
+from sluice.bench.engine import PROMPT_IDS
 from sluice.bench.harness import play, ratios, spread
 from sluice.bench.models import ENDLESS_CONTEXT
+from sluice.bench.processes import cpu_s
 from sluice.bench.proximal.versions import COUNT, Variants
 from sluice.pipeline.errors import DeadlineExceeded, SluiceError
 from sluice.pipeline.weights.versions import verify, write_version
@@ -49,7 +49,7 @@ from sluice.workers.weights_watch import probe_of
 WAIT_S = 120.0
 STEPS = {"scored": 1, "recompute": 2}
 KINDS = (*STEPS, "none")
-_SETTLED = 2  # steps that all rows have made before anything is timed
+_SETTLED = 2  # steps of every row before anything is timed
 _TOLERANCE = 1e-2  # nats a probe token
 
 Segment = tuple[int, float]
@@ -59,33 +59,33 @@ Segment = tuple[int, float]
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Counts, and lengths in tokens; the same for every engine."""
 
-    rows: int = 32  # sequences that run at a time
+    rows: int = 32  # sequences running at once
     prompt: int = 64
     generated: int = 256  # of each row when the update comes, in `score_cost`
     rounds: int = 7  # of `score_cost`
-    step_count: int = 16  # steps that are timed without an update
-    longest: int = 384  # generated tokens of the longest row at the begin of a segment, in `throughput`
+    step_count: int = 16  # steps timed without an update
+    longest: int = 384  # generated tokens of the longest row at the start of a segment, in `throughput`
     intervals: tuple[int, ...] = (50, 200, 1000)  # steps between updates; the last is a multiple of `segment`
     segment: int = 200  # steps
     publishes: int = 8
     retention: int = 4
-    wave: int = 16  # sequences begun under each version, in `valid_share`
+    wave: int = 16  # sequences started under each version, in `valid_share`
     wave_longest: int = 128
 
     @property
     def segments(self) -> int:
-        """Of each interval: so many that the longest interval gets its one update."""
+        """Per interval: enough for the longest interval to get its one update."""
         return max(self.intervals) // self.segment
 
     @property
     def room(self) -> int:
-        """New tokens that every row has left when it begins with `longest` generated ones."""
+        """New tokens left for a row that starts with `longest` generated ones."""
         return ENDLESS_CONTEXT - self.prompt - self.longest
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Wall and processor seconds: of an update, or of one step."""
+    """Wall and CPU seconds of an update or of one step."""
 
     seconds: float
     cpu_s: float
@@ -142,7 +142,7 @@ async def _one(backend: Backend, variants: Variants, sizes: Sizes, kind: str, se
 
 
 def _check(outputs: Sequence[SequenceOutput], version: int, newer: int) -> None:
-    """Raises SluiceError unless exactly the tokens that should be are scored."""
+    """Raises SluiceError unless exactly the expected tokens are scored."""
     expected = newer if newer == version + 1 else -1
     for output in outputs:
         marks = output.sampled.proximal_versions or [-1] * len(output.token_ids)
@@ -208,7 +208,7 @@ async def _update(backend: Backend, versions: Sequence[WeightVersion]) -> None:
 
 
 def requests(version: int, prompt: int, generated: Sequence[int], room: int, seed: int) -> list[SequenceRequest]:
-    """A row for each number of generated tokens, all of `version`; each may have `room` more. Nothing ends early."""
+    """One row per number of generated tokens, all of `version`, with `room` new tokens each. None ends early."""
     chance = random.Random(seed)
 
     def ids(count: int) -> list[int]:
@@ -229,20 +229,20 @@ def requests(version: int, prompt: int, generated: Sequence[int], room: int, see
 
 @dataclass
 class Turn:
-    """The first tokens under a version: when the last one before came, and by row."""
+    """The first tokens under a version, by row, and the time of the last token before them."""
 
     before: float
     rows: dict[int, float] = field(default_factory=dict)
 
 
 class Running:
-    """Rows in an engine. `saw` is called in its thread, all else in the loop's."""
+    """Rows in an engine. `saw` runs in the engine's thread, everything else in the event loop."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.times: list[float] = []  # of each new token, whichever row has it
+        self.times: list[float] = []  # of each new token of any row
         self.turns: dict[int, Turn] = {}  # by version
-        self.ready = 0  # new tokens there were when the last row had its first; 0 before
+        self.ready = 0  # new tokens when the last row got its first one; 0 before
         self.tasks: list[asyncio.Task[SequenceOutput]] = []
         self._started: set[int] = set()
         self._loop = asyncio.get_running_loop()
@@ -252,11 +252,11 @@ class Running:
 
     @property
     def outputs(self) -> list[SequenceOutput]:
-        """What the rows came to, once they were stopped."""
+        """The rows' results, once they have stopped."""
         return [task.result() for task in self.tasks]
 
     def steps(self) -> float:
-        """New tokens of a row since all of them run; 0 before."""
+        """New tokens per row since all rows run; 0 before."""
         return (len(self.times) - self.ready) / self.count if self.ready else 0.0
 
     def turned(self, version: int) -> bool:
@@ -277,7 +277,7 @@ class Running:
                 self._loop.call_soon_threadsafe(self._held.set)
 
     async def until(self, holds: Callable[[], bool], what: str) -> None:
-        """Return once it holds, looked at with every token. Raises SluiceError when a row ends, or DeadlineExceeded."""
+        """Return once it holds; checked at every token. Raises SluiceError if a row ends, or DeadlineExceeded."""
         self._held = asyncio.Event()
         with self._lock:
             self._holds = None if holds() else holds
@@ -296,7 +296,7 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running(backend: Backend, asks: Sequence[SequenceRequest]) -> AsyncIterator[Running]:
-    """All of them in the engine; they are stopped with the block."""
+    """Run all of them in the engine; they stop when the block ends."""
     rows = Running(len(asks))
     watched = [
         replace(ask, report_every=1, report=functools.partial(rows.saw, index)) for index, ask in enumerate(asks)

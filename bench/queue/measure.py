@@ -1,15 +1,15 @@
-"""Everything in one run, on three brokers of one program, and the fields of the JSON object.
+"""The whole benchmark on three brokers of the same program, and the fields of its JSON object.
 
-- From enqueue to start on an idle queue: one worker process that sleeps, one job at a time, at random moments; both
-  ends read the same clock of the same host, before the enqueue call and first thing in the job.
-- What one client gets out of the queue's calls, with AOF everysec. Bulk enqueue: decode jobs with a chat prompt, 100 a
-  call; they are made before the clock starts, encoded within it. Commit: results of real claims, several a call as the
-  committer does, a call below 1 MB. Claim: one job from a short and from a long queue in turns; it is handed back
-  outside the clock.
-- What two SIGKILLs cost: jobs of a second each, under a supervisor that starts dead workers again. Both kills hit the
-  worker that holds the most jobs, half a job's time after it took them; the second one meets the jobs that the first
-  one freed, so all of them are suspects then. `start_s`: from the start of a worker process to its first heartbeat, the
-  longest of them. The aim, `limit_s`: twice the time without kills and one worker's start.
+- Idle latency, from enqueue to start: one sleeping worker process gets one job at a time, at random moments. Both ends
+  read the same host's clock, just before the enqueue call and first thing in the job.
+- Throughput of the queue's calls for one client, with AOF everysec. Bulk enqueue: decode jobs with a chat prompt, 100
+  per call, built before the clock starts and encoded while it runs. Commit: results of real claims, several per call as
+  the committer does, each call below 1 MB. Claim: one job at a time from a short and a long queue in turn; it is handed
+  back off the clock.
+- The cost of two SIGKILLs: jobs of one second each, under a supervisor that restarts dead workers. Both kills hit the
+  worker with the most jobs, half a job's time after it took them. The second hits the jobs that the first one freed, so
+  they are all suspects by then. `start_s`: the longest time from the start of a worker process to its first heartbeat.
+  The aim, `limit_s`: twice the time without kills, plus one worker start.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sluice.bench.broker import (
     own_broker,
 )
 from sluice.bench.child import Parent
-from sluice.bench.harness import own_directory, percentile, run_interruptible, say, spread, until
+from sluice.bench.harness import percentile, say, spread, until
 from sluice.bench.processes import child_command
 from sluice.bench.queue.race import MAX_JOBS, SAQ_MISSING, Ours, Outcome, Plan, Race, saq_is_installed
 from sluice.pipeline.broker.connection import ping
@@ -66,25 +66,20 @@ _MOST_DEATHS = 3
 _SETTLE_S = 60.0
 _PROMPT = 64  # tokens of a result's prompt
 _KILLS = 2
-_MAX_JOBS = 64  # all of a round's jobs: one worker may hold every one of them
+_MAX_JOBS = 64  # one worker may hold all jobs of a round
 _LOOK_S, _DEADLINE_S = 0.01, 180.0
 _BACKOFF = UpConfig(restart_backoff_s=0.1)
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
-    `*_jobs_s`: median of the rounds, by worker processes. `claims_per_job`: jobs that claims brought, over jobs: a
-    job that two workers took counts twice; `claim_calls_per_job`: claims that brought any. `ours_vs_*`: median of the
-    rounds' ratios at 2 workers. `ours_worker_us`, `ours_broker_us`: processor time a job. `spread`: slowest and
-    fastest round. `aof`: what each system's broker wrote to disk. `deaths`: by workers, the time of
-    `deaths_jobs` jobs of `deaths_job_s` seconds, without kills (`quiet_s`) and with `deaths_kills` (`killed_s`).
+    `*_jobs_s`: median of the rounds, by number of worker processes. `claims_per_job`: claimed jobs over all jobs; a job
+    claimed by two workers counts twice. `claim_calls_per_job`: claim calls that returned jobs, over all jobs.
+    `ours_vs_*`: median of the rounds' ratios at 2 workers. `ours_worker_us`, `ours_broker_us`: CPU time per job.
+    `spread`: slowest and fastest round. `aof`: each broker's AOF setting. `deaths`: by number of workers, seconds for
+    `deaths_jobs` jobs of `deaths_job_s` seconds, without kills (`quiet_s`) and with `deaths_kills` kills (`killed_s`).
     """
-    with own_directory() as home:
-        return run_interruptible(_run(plan, home))
-
-
-async def _run(plan: Plan, home: Path) -> dict[str, Any]:
     if not saq_is_installed():
         say(SAQ_MISSING)
     async with (
@@ -112,7 +107,7 @@ async def _run(plan: Plan, home: Path) -> dict[str, Any]:
 
 
 def race_fields(race: Outcome) -> dict[str, Any]:
-    """What the rounds come to; a system that did not race is null."""
+    """The results of the rounds; null for a system that didn't run."""
     rates = race.rates
     medians = {name: {count: median(each) for count, each in by.items()} for name, by in rates.items()}
     return {
@@ -162,7 +157,7 @@ async def _idle(jobs: int, url: str, home: Path) -> dict[str, float]:
 
 
 def result_of(job_id: str, size: int) -> SequenceResult:
-    """The only sequence of a job, as workers make it; encoded it takes about `size` bytes."""
+    """A job's only sequence, as a worker makes it; about `size` bytes encoded."""
     return replace(_result_template(size), seq_id=f"{job_id}:0", group_id=job_id)
 
 
@@ -173,7 +168,7 @@ def _result_template(size: int) -> SequenceResult:
 
 
 def _result_with(count: int) -> SequenceResult:
-    """Of `count` tokens, with a logprob and a word each."""
+    """`count` tokens, each with a logprob and a word."""
     return SequenceResult(
         seq_id="commit:" + "0" * 24 + ":0",
         group_id="commit:" + "0" * 24,
@@ -232,7 +227,7 @@ async def commits(client: Any, kilobytes: Sequence[int], at_least_s: float) -> d
 
 
 async def _claimed(queue: JobQueue, count: int) -> AsyncIterator[list[Claim]]:
-    """Lists of `count` fresh claims, without end."""
+    """Endless lists of `count` new claims."""
     number = 0
     while True:
         await enqueue(queue, [decode_job(queue.keys.run, number + i) for i in range(count)])
@@ -244,7 +239,7 @@ async def _claimed(queue: JobQueue, count: int) -> AsyncIterator[list[Claim]]:
 
 
 async def claims(client: Any, depths: Sequence[int], count: int) -> dict[str, Any]:
-    """Microseconds of one claim of one job, by the number of jobs in the queue."""
+    """Microseconds to claim one job, by the number of jobs in the queue."""
     queues = {depth: JobQueue(client, Keys(f"depth-{depth}")) for depth in depths}
     for depth, queue in queues.items():
         started = time.perf_counter()
@@ -279,7 +274,7 @@ async def last(_ctx: Any, seconds: float) -> None:
 
 
 async def serve_mortal(_: Parent, url: str, run: str) -> None:
-    """A worker that may be killed, until SIGTERM; its heartbeat says whose leases end with it, as any worker's does."""
+    """A worker to be killed; it runs until SIGTERM. Its heartbeat names the owner of its leases, like any worker's."""
     config = Config(run=run, broker=broker_config(url))
     async with role_process(config, "worker", default_name("worker")) as role:
         worker = ArqWorker(
@@ -311,7 +306,7 @@ async def deaths(
 
 
 class _Round:
-    """Workers under their supervisor, on a run of their own."""
+    """Supervised workers in a separate run."""
 
     def __init__(self, client: Any, url: str, home: Path, workers: int, kills: int) -> None:
         self._config = Config(run=f"deaths-{workers}-{kills}", broker=broker_config(url))
@@ -358,14 +353,14 @@ class _Round:
             await self._supervisor.stop()
 
     async def _holders(self) -> Counter[str]:
-        """Jobs by the worker that holds them."""
+        """How many jobs each worker holds."""
         pipe = self._client.pipeline(transaction=False)
         for job_id in await self._client.zrange(self._keys.leases, 0, -1):
             pipe.hget(self._keys.job_state.encode() + job_id, "worker")
         return Counter(name.decode() for name in await pipe.execute() if name)
 
     async def _kill_the_busiest(self, after_s: float) -> None:
-        """From outside: nobody announces it."""
+        """From outside, unannounced."""
         await until(self._holders, "a worker that holds jobs", _DEADLINE_S, every_s=_LOOK_S)
         await asyncio.sleep(after_s)
         [(name, _)] = (await self._holders()).most_common(1)

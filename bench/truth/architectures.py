@@ -1,8 +1,8 @@
-"""The matrix of architectures: a tiny model of each, random and whole, with windows and chunks of `WINDOW` tokens.
+"""The architecture matrix: a tiny random model of each, complete, with windows and chunks of `WINDOW` tokens.
 
-- Weights are wide, so that a lost window, a mixed sample or a stale state moves a logprob by nats and not by noise.
-- All speak the same byte-level tokenizer; special tokens come last.
-- Those with a vision part are whole multimodal checkpoints, used for text.
+- Weights are large, so a lost window, a mixed-up sample or a stale state changes a logprob by nats, not by noise.
+- All share one byte-level tokenizer; special tokens come last.
+- Models with a vision part are full multimodal checkpoints, used for text.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SPECIALS = ("<|pad|>", "<|image|>", "<|video|>", "<|vision_start|>", "<|vision_
 _VOCABULARY = 256 + len(_SPECIALS)
 _PAD, _IMAGE, _VIDEO, _VISION_START, _VISION_END, _END = range(256, _VOCABULARY)
 _STD = 0.2
-_STD_STATES = 0.07  # wider, recurrent and chunked kernels differ by more than 1e-4 in float32 in transformers itself
+_STD_STATES = 0.07  # beyond this, transformers' own recurrent and chunked kernels differ by more than 1e-4 in float32
 
 Config = Any  # transformers.PreTrainedConfig
-hf: Any = transformers  # its configurations do not declare all that they take
+hf: Any = transformers  # its configuration classes don't declare every argument they accept
 
 
 def _text(**own: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def _text(**own: Any) -> dict[str, Any]:
         "hidden_size": 128,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,  # heads of 32, which vLLM's attention on CPUs knows
+        "num_attention_heads": 4,  # head size 32, which vLLM's CPU attention supports
         "num_key_value_heads": 2,
         "max_position_embeddings": CONTEXT,
         "bos_token_id": None,
@@ -159,7 +159,7 @@ ARCHITECTURES: dict[str, Callable[[], Config]] = {
 
 
 def build(name: str, *, seed: int = 0) -> Any:
-    """The model of this name in float32, evaluation mode; its class is the one that its checkpoints are loaded with."""
+    """A model by name, in float32 and evaluation mode, of the class that loads its checkpoints."""
     config = ARCHITECTURES[name]()
     sees = getattr(config, "vision_config", None) is not None
     kind = hf.AutoModelForImageTextToText if sees else hf.AutoModelForCausalLM

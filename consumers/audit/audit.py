@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -55,8 +56,10 @@ def audit_run(
     pairs = [(sequence, Recomputed.empty(len(sequence.token_ids))) for sequence in sequences]
     with pixels_of(config, sequences) as pixels:
         visible = [pair for pair in pairs if pair[0].name not in pixels.gone]
-        needed = sorted(set().union(*(sequence.needed() for sequence, _ in visible)))
+        needed = _needed([sequence for sequence, _ in visible])
         missing = recompute(directory / WEIGHTS, config.model, visible, needed, pixels)
+    needed = _needed([sequence for sequence in sequences if sequence.name not in pixels.gone])
+    missing &= set(needed)
     trained_at = trained_versions(directory)
     # The step after which a version is published is recorded before the version is.
     newest = max(newest_number(directory / WEIGHTS), max(trained_at.values()) + 1) if trained_at else None
@@ -85,6 +88,11 @@ def audit_run(
         advantages=Advantages(**{word: tally.advantages[word] for word in ("right", "wrong", "unchecked")}),
         not_checked=tally.summary(),
     )
+
+
+def _needed(sequences: Sequence[Stored]) -> list[int]:
+    """Versions, in order."""
+    return sorted(set[int]().union(*(sequence.needed() for sequence in sequences)))
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Logprobs from plain forward passes of a stored version: fp32, eval, no cache, no padding, one sequence at a time.
 
-Images come from where the run's configuration finds them, and are prepared as everywhere (`pipeline/images`); the
-positions and masks of a sequence with images are the model's own.
+Images come from where the run's configuration finds them, and are prepared as everywhere (`pipeline/images`), for a few
+sequences at a time; the positions and masks of a sequence with images are the model's own.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sluice.consumers.audit.report import listed
 from sluice.consumers.audit.stored import Stored
-from sluice.consumers.training.images import SampleImages, joined_tensors, token_type_names
+from sluice.consumers.training.images import SampleImages, token_type_names
 from sluice.pipeline.config.types import Config, ModelConfig
 from sluice.pipeline.errors import DataError, DeadlineExceeded, ModelError, WeightsError
+from sluice.pipeline.images.features import placed
+from sluice.pipeline.images.processor import VisionInputs, joined_tensors
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.terminal import Console
 from sluice.pipeline.weights.versions import read_manifest, verify
 
 _ROWS = 256  # positions per softmax: (rows, vocab) in fp32
 _PLAIN_EVERY_S = 10.0
-_AT_ONCE = 8  # sequences whose images are fetched together
+_AT_ONCE = 8  # sequences whose images are on disk together
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,42 +52,67 @@ class Recomputed:
 Pairs = list[tuple[Stored, Recomputed]]
 
 
-@dataclass(frozen=True, eq=False)
 class Pixels:
-    """The images of the audited sequences."""
+    """The images of a few sequences at a time, prepared on disk, outside the run."""
 
-    images: SampleImages | None = None  # None: no sequence has any, or the model takes none
-    gone: frozenset[str] = field(default_factory=frozenset[str])  # names of the sequences whose images can't be used
+    def __init__(self, images: SampleImages | None = None, limit_s: float = 0.0) -> None:
+        """`images` None: no sequence has any, or the model takes none. `limit_s`: for those of one batch."""
+        self._images, self._limit_s = images, limit_s
+        self._runner = asyncio.Runner()
+        self.gone: set[str] = set()  # names of the sequences whose images can't be used
+
+    def served(self, pairs: Pairs) -> Iterator[tuple[Stored, Recomputed]]:
+        """The pairs, in order, while their images are here; without those whose images can't be used."""
+        for start in range(0, len(pairs), _AT_ONCE):
+            few = pairs[start : start + _AT_ONCE]
+            seen = [stored for stored, _ in few if stored.has_images and stored.name not in self.gone]
+            if seen:
+                self._runner.run(self._take(seen))
+            yield from (pair for pair in few if pair[0].name not in self.gone)
+            if seen:
+                self._runner.run(self._drop(seen))
+
+    def inputs(self, sequence: Stored) -> VisionInputs:
+        """Of a sequence that is being served."""
+        inputs = self._images.inputs(sequence.named) if self._images else None
+        if inputs is None:
+            raise DataError(f"{sequence.name}: its images were not fetched")
+        return inputs
+
+    def close(self) -> None:
+        try:
+            if self._images is not None:
+                self._runner.run(self._images.close())
+        finally:
+            self._runner.close()
+
+    async def _take(self, seen: Sequence[Stored]) -> None:
+        if self._images is None:
+            return
+        try:
+            failed = await self._images.take([one.named for one in seen], self._limit_s, patient=False)
+        except DeadlineExceeded as error:
+            failed = {sequence.name: str(error) for sequence in seen}
+        for name, why in failed.items():
+            get_logger().warning("not checked", sequence=name, cause=why)
+        self.gone |= set(failed)
+
+    async def _drop(self, seen: Sequence[Stored]) -> None:
+        if self._images is not None:
+            self._images.forget(sequence.name for sequence in seen)
+            await self._images.deleted()
 
 
 @contextmanager
 def pixels_of(config: Config, sequences: Sequence[Stored]) -> Iterator[Pixels]:
-    """Fetch and prepare the images of all sequences; they're on disk, outside the run, inside the block."""
-    seen = [sequence for sequence in sequences if sequence.has_images]
+    """For the images of these sequences; their files are gone after the block."""
     with tempfile.TemporaryDirectory(prefix="sluice-audit-") as directory:
-        images = SampleImages.of(config, Path(directory) / "pixels") if seen else None
-        if images is None:
-            yield Pixels(None, frozenset(sequence.name for sequence in seen))
-            return
-        failed = asyncio.run(_fetched(images, seen, config.trainer.batch_wait_s))
-        for seq_id, why in failed.items():
-            get_logger().warning("not checked", sequence=seq_id, cause=why)
-        yield Pixels(images, frozenset(failed))
-
-
-async def _fetched(images: SampleImages, seen: Sequence[Stored], limit_s: float) -> dict[str, str]:
-    """Why it failed, by name; `limit_s` for a few sequences at a time, so that a long audit has as long as it takes."""
-    failed: dict[str, str] = {}
-    try:
-        for start in range(0, len(seen), _AT_ONCE):
-            few = seen[start : start + _AT_ONCE]
-            try:
-                failed |= await images.take([sequence.named for sequence in few], limit_s, patient=False)
-            except DeadlineExceeded as error:
-                failed |= {sequence.name: str(error) for sequence in few}
-        return failed
-    finally:
-        await images.stop_fetching()
+        has_images = any(sequence.has_images for sequence in sequences)
+        images = SampleImages.of(config, Path(directory) / "pixels") if has_images else None
+        with closing(Pixels(images, config.trainer.batch_wait_s)) as pixels:
+            if images is None:  # the model takes none
+                pixels.gone |= {sequence.name for sequence in sequences if sequence.has_images}
+            yield pixels
 
 
 def recompute(
@@ -93,7 +120,7 @@ def recompute(
     config: ModelConfig,
     pairs: Pairs,
     needed: list[int],
-    pixels: Pixels = Pixels(),
+    pixels: Pixels,
 ) -> set[int]:
     """Fill in every version on disk, one load each; returns the missing ones."""
     work: dict[int, Pairs] = {version: [] for version in needed}
@@ -121,7 +148,8 @@ def _recompute_version(
     if model is None:
         meter.advance(len(pairs))
         return False
-    for stored, again in pairs:
+    done = 0
+    for stored, again in pixels.served(pairs):
         own = stored.versions == version
         next_one = stored.scored & (stored.proximal_versions == version)
         found = np.full(len(stored.token_ids), np.nan, dtype=np.float32)
@@ -129,7 +157,9 @@ def _recompute_version(
         found[positions] = logprobs_of(model, stored, positions, pixels)
         again.behaviour[own] = found[own]
         again.proximal[next_one] = found[next_one]
+        done += 1
         meter.advance()
+    meter.advance(len(pairs) - done)
     return True
 
 
@@ -157,7 +187,7 @@ def logprobs_of(
     model: Any,
     sequence: Stored,
     positions: NDArray[np.intp],
-    pixels: Pixels = Pixels(),
+    pixels: Pixels | None = None,
 ) -> NDArray[np.float32]:
     """Logprob (nats) of each token at `positions` given all tokens before it, shape (positions,); NaN at position 0."""
     found = np.full(len(positions), np.nan, dtype=np.float32)
@@ -170,7 +200,7 @@ def logprobs_of(
     places = torch.tensor(positions[wanted], device=model.device)
     with torch.inference_mode():
         if sequence.has_images:
-            logits = _with_images(model, sequence, pixels)
+            logits = _with_images(model, sequence, pixels or Pixels())
         else:
             logits = model(input_ids=ids[None, :last], use_cache=False).logits[0]
         parts = [
@@ -183,13 +213,8 @@ def logprobs_of(
 
 def _with_images(model: Any, sequence: Stored, pixels: Pixels) -> torch.Tensor:
     """Logits of the whole sequence, float [tokens, vocab]."""
-    inputs = pixels.images.inputs(sequence.named) if pixels.images else None
-    if inputs is None:
-        raise DataError(f"{sequence.name}: its images were not fetched")
-    given: dict[str, Any] = {}
-    for name, values in joined_tensors([inputs]).items():
-        tensor = torch.from_numpy(values).to(model.device)
-        given[name] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+    inputs = pixels.inputs(sequence)
+    given = {name: placed(values, model, torch) for name, values in joined_tensors([inputs]).items()}
     ids = torch.tensor(sequence.token_ids, dtype=torch.long, device=model.device)[None]
     types = torch.from_numpy(np.array(inputs.token_types)).to(model.device)
     given |= dict.fromkeys(token_type_names(model), types)

@@ -1,12 +1,12 @@
 """The run in a browser: server-rendered pages, kept fresh by server-sent events.
 
-    broker ──inspect, once a second─▶ Monitor ─▶ pages (Jinja2) ──▶ browser
-                                        │                            ▲
-    history files ──HistoryReader───────┘──▶ Live fragments ──/events┘
+    broker ──inspect, once a second──▶ Monitor ──▶ pages (Jinja2) ──────▶ browser
+                                        ▲   └────▶ Live fragments ──/events─▲ │
+    history ── reader, index, curves ───┘   └────▶ JSON of curves ──/curves─┘ uPlot
 
 - `app`: the process and its middleware; `auth`: who has access; `monitor`: the newest state of the run.
-- Pages: `overview`, `jobs`, `sequences` (with `tokens`, `outcome` and `picture`), `workers`, `dead_letters`,
-  `settings`. `render` and `formats` build them, `live` keeps them fresh.
+- Pages: `overview`, `sequences` (with `tokens`, `outcome` and `picture`), `jobs`, `workers`, `dead_letters`,
+  `runs`. `render` and `formats` build them and keep them fresh; static/charts.js draws curves.
 - Read-only, unless actions are allowed; then dead letters can be replayed and dropped.
 - Nothing is loaded from another host, no script or style is inline, and every page works without scripts.
 - Displayed ids, texts and tracebacks come from others: they are escaped, bounded, and never trusted.

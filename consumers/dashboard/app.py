@@ -8,8 +8,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -17,22 +20,22 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from sluice import __version__
-from sluice.consumers.dashboard import dead_letters, jobs, live, overview, sequences, settings, workers
+from sluice.consumers.dashboard import dead_letters, jobs, overview, render, runs, sequences, workers
 from sluice.consumers.dashboard.auth import KEY_NAME, Gate, SafeHeaders, check_host
-from sluice.consumers.dashboard.live import Live
 from sluice.consumers.dashboard.monitor import Monitor
-from sluice.consumers.dashboard.render import STATIC, add_problem_pages
+from sluice.consumers.dashboard.render import STATIC, Live, add_problem_pages
 from sluice.consumers.history.files import history_directory
 from sluice.consumers.history.reader import HistoryReader
+from sluice.pipeline.broker.embedded import is_running, is_stored, stored_at, stored_broker
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.http.middleware import BodyLimit, HostGate
-from sluice.pipeline.http.server import serve
+from sluice.pipeline.http.server import bind, open_listener, serve_on, url_of
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.wire.waits import WaitKind
 
-PAGES = (overview, jobs, sequences, workers, dead_letters, settings, live)
-_GRACE_S = 3.0
+PAGES = (overview, jobs, sequences, workers, dead_letters, runs, render)
+_GRACE_S, _LOOK_S = 3.0, 2.0
 
 
 def make_app(monitor: Monitor, key: str | None = None, *, allow_actions: bool = False) -> ASGIApp:
@@ -40,7 +43,7 @@ def make_app(monitor: Monitor, key: str | None = None, *, allow_actions: bool = 
     config = monitor.config.dashboard
     app = FastAPI(title="Sluice dashboard", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.monitor, app.state.allow_actions = monitor, allow_actions
-    app.state.live, app.state.run_config = Live(monitor), settings.RunConfig(monitor.config)
+    app.state.live = Live(monitor)
     app.add_middleware(BodyLimit, max_bytes=int(config.max_body_mb * (1 << 20)))
     app.add_middleware(HostGate, names=config.hosts, setting="dashboard.hosts", has_key=key is not None)
     app.add_middleware(Gate, key=key)
@@ -58,35 +61,78 @@ def _health(monitor: Monitor) -> JSONResponse:
     return JSONResponse(answer, 200 if healthy else 503)
 
 
-async def dashboard(config: Config, *, allow_actions: bool, stop: asyncio.Event | None = None) -> None:
-    """Serve until asked to stop, by a signal or by the given event. Raises ConfigError."""
+async def dashboard(
+    config: Config, *, allow_actions: bool, stop: asyncio.Event | None = None, others: Sequence[Path] = ()
+) -> None:
+    """Serve until asked to stop, by a signal or by the given event. Raises ConfigError.
+
+    `others`: directories of runs to compare with.
+    """
     key = os.environ.get(KEY_NAME) or None
     check_host(config.dashboard, key)
-    async with role_process(config, "dashboard", default_name("dashboard"), stop) as role:
-        await run_dashboard(role, key, allow_actions=allow_actions)
+    with contextlib.closing(open_listener(config.dashboard.host, config.dashboard.port)) as listener:
+        while True:  # once on what an ended broker stored, and again when it is back
+            began = asyncio.Event()
+            with stored_broker(config) as found:
+                async with role_process(found, "dashboard", default_name("dashboard"), stop) as role:
+                    at = stored_at(config) if is_stored(config, found) else None
+                    if at is not None and stop is None:
+                        role.spawn(_until_it_runs(role, config, began))
+                    ours = listener.dup()  # closed by the server
+                    await run_dashboard(
+                        role, key, allow_actions=allow_actions, others=others, listener=ours, stored_at=at
+                    )
+            if not began.is_set():
+                return
 
 
 async def run_dashboard(
-    role: Role, key: str | None, *, allow_actions: bool, on_ready: Callable[[int], object] = bool
+    role: Role,
+    key: str | None,
+    *,
+    allow_actions: bool,
+    on_ready: Callable[[int], object] = bool,
+    others: Sequence[Path] = (),
+    listener: socket.socket | None = None,
+    stored_at: float | None = None,
 ) -> None:
-    """The dashboard inside an existing role."""
+    """The dashboard inside an existing role, on this socket or a new one.
+
+    `stored_at`: the role's broker is a copy of what the run's stored last, at that Unix time: nothing can be changed.
+    """
     config, reader = role.config.dashboard, HistoryReader(history_directory(role.config))
     monitor = Monitor(role.config, role.client, reader)
+    monitor.others, monitor.stored_at = others, stored_at
     role.spawn(monitor.run())
+    role.spawn(monitor.keep_index())
     role.spawn(_close_streams(role, monitor))
 
     def ready(port: int) -> None:
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        role.status.fact(url=f"http://{host}:{port}")
+        url = url_of(socket_, config.host)
+        role.status.fact(url=url)
         role.status.waiting(WaitKind.REQUESTS)
-        get_logger().info("dashboard ready", url=f"http://{host}:{port}")
+        get_logger().info("dashboard ready", url=url)
         on_ready(port)
 
-    app = make_app(monitor, key, allow_actions=allow_actions or config.allow_actions)
+    actions = (allow_actions or config.allow_actions) and stored_at is None
+    app = make_app(monitor, key, allow_actions=actions)
+    socket_ = listener or bind(config.host, config.port)
     try:
-        await serve(app, host=config.host, port=config.port, stop=role.stop, grace_s=_GRACE_S, on_ready=ready)
+        with contextlib.closing(socket_):
+            await serve_on(socket_, app, stop=role.stop, grace_s=_GRACE_S, on_ready=ready)
     finally:
         reader.close()
+        monitor.index.close()
+
+
+async def _until_it_runs(role: Role, config: Config, began: asyncio.Event) -> None:
+    """End this look at stored data once the run's own broker answers."""
+    while not await asyncio.to_thread(is_running, config):
+        if not await role.nap(_LOOK_S):
+            return
+    get_logger().info("the run's broker is back")
+    began.set()
+    role.stop.set()
 
 
 async def _close_streams(role: Role, monitor: Monitor) -> None:

@@ -2,26 +2,33 @@
 
 - The live table is bounded and refreshed while the page is open; finished jobs are paged by a cursor.
 - When the broker is away, only the live half is missing.
-- A job's page draws its events as time spans: waiting in the queue, and each attempt. Spans are consecutive; if the job
-  isn't over, the last one is open and ends now. An attempt ends with the event that ends it; if the log has lost that
-  event, it ends with the next one, and its ending says so.
+- A job's page shows the answers of its group side by side, and the same prompt over versions.
+- It draws its events as time spans: waiting in the queue, and each attempt. Spans are consecutive; if the job isn't
+  over, the last one is open and ends now. An attempt ends with the event that ends it; if the log has lost that event,
+  it ends with the next one, and its ending says so.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from redis.exceptions import RedisError
 
 from sluice.consumers.dashboard.formats import query
 from sluice.consumers.dashboard.monitor import Monitor, monitor_of
+from sluice.consumers.dashboard.overview import charts_json
 from sluice.consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, render
-from sluice.consumers.history.records import JobRow, Page, SequenceFilter
+from sluice.consumers.dashboard.sequences import truth_text
+from sluice.consumers.history.curves import Chart, line
+from sluice.consumers.history.index import Context, HistoryIndex
+from sluice.consumers.history.records import JobRow, Page, SequenceFilter, SequenceRow
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.queue.live_jobs import JOB_STATES, JobEvent, LiveJob, LiveJobs, live_job, live_jobs
 
@@ -31,6 +38,8 @@ _LIVE_ROWS = 100
 _GLANCE = 20  # jobs shown without a filter
 _SPANS = 60  # shown per job
 _MEMBERS = 200  # sequences listed per job
+_BESIDE = 16  # answers shown side by side
+_INDEX_S = 0.1  # of one request, if the index is behind
 _GONE = (
     "No such job is in the queue or in the history. It may have been pruned (history.max_sequences), or"
     " history.enabled is off."
@@ -81,6 +90,8 @@ async def job(request: Request, job_id: str) -> Response:
     members = await asyncio.to_thread(monitor.reader.sequences, SequenceFilter(job_id=job_id), _MEMBERS)
     events = live.events if live else past.events if past else []
     found = spans(events, time.time() if live else None)
+    rows = sorted(members.rows, key=lambda row: (row.index, row.seq_id))
+    beside = await asyncio.to_thread(_beside, monitor, rows)
     return render(
         request,
         "job.html.j2",
@@ -92,9 +103,60 @@ async def job(request: Request, job_id: str) -> Response:
         axis=WIDTH,
         most=_SPANS,
         events=events,
-        members=sorted(members.rows, key=lambda row: (row.index, row.seq_id)),
+        members=rows,
         more=bool(members.next),
+        **beside,
     )
+
+
+class Versions(NamedTuple):
+    """Answers to the same prompt, oldest version first; `total` of them are indexed."""
+
+    prompt: int
+    rows: list[SequenceRow]
+    total: int
+    charts: list[tuple[Chart, str]]
+
+
+@router.get("/prompts/{number}/curves")
+async def prompt_curves(request: Request, number: int) -> Response:
+    """The reward of a prompt's answers by version, as JSON."""
+    return charts_json(await asyncio.to_thread(_rewards, monitor_of(request).index, number % (1 << 62)))
+
+
+def _beside(monitor: Monitor, rows: Sequence[SequenceRow]) -> dict[str, Any]:
+    """The answers of a group side by side, what they answer, and the same prompt over versions."""
+    index, decoded = monitor.index, [row for row in rows if row.state != "dead"][:_BESIDE]
+    if not decoded:
+        return {"answers": [], "context": Context(""), "truth": "", "best": None, "versions": None}
+    context = index.contexts([decoded[0].seq_id]).get(decoded[0].seq_id, Context(""))
+    details = [monitor.reader.sequence(row.seq_id) for row in decoded]
+    texts = [(one.result.text or one.result.raw_text) if one and one.result else "" for one in details]
+    index.catch_up(_INDEX_S)
+    entry, versions = index.entry(decoded[0].seq_id), None
+    if entry is not None and entry.prompt:
+        found, total = index.same_prompt(entry.prompt)
+        charts = [(chart, "") for chart in _rewards(index, entry.prompt)]
+        versions = Versions(entry.prompt, [row for _, row in index.rows(found)], total, charts)
+    return {
+        "answers": list(zip(decoded, texts, strict=True)),
+        "context": context,
+        "truth": truth_text(context.truth),
+        "best": max((row.reward for row in decoded if row.reward is not None), default=None),
+        "versions": versions,
+    }
+
+
+def _rewards(index: HistoryIndex, prompt: int) -> list[Chart]:
+    found = index.rewards(prompt)
+    if len({version for version, _, _ in found}) < 2:
+        return []
+    points: list[tuple[float, float, float]] = []
+    for version, members in groupby(found, lambda one: one[0]):
+        _, times, rewards = zip(*members, strict=True)
+        points.append((version, math.fsum(times) / len(times), math.fsum(rewards) / len(rewards)))
+    about = "mean of this prompt's answers"
+    return [Chart(key="reward", title="Reward", unit="mean", about=about, lines=[line("reward", points)], x="version")]
 
 
 async def _live(monitor: Monitor, wanted: dict[str, str]) -> tuple[LiveJobs | None, str]:

@@ -1,30 +1,43 @@
-"""The run's newest state, rates and history, for the pages.
+"""One run as the pages see it: its newest state and rates, its configuration, its history, index and curves.
 
 | waits for         | unblocked by                                                                  |
 |-------------------|-------------------------------------------------------------------------------|
 | the next snapshot | a second                                                                      |
 | the broker        | the broker, or `_INSPECT_S`: the pages then show the last snapshot, and why   |
 
-- One task inspects the run (`Monitor.run`); pages and streams read its results.
+- One task inspects the run (`Monitor.run`), another one indexes its history, a little at a time so that pages are not
+  delayed (`Monitor.keep_index`); pages and streams read their results.
+- The configuration is the one stored with the run, if any; else the one this dashboard was started with. It is reread
+  when its file changes: a restarted run may have another one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import time
 from collections import deque
-from collections.abc import Awaitable, Iterable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Request
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from sluice.consumers.history.curves import RunCurves
+from sluice.consumers.history.files import history_directory
+from sluice.consumers.history.index import HistoryIndex
 from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.history.records import SequenceFilter
+from sluice.consumers.run_files import RESOLVED, stored_config
+from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import BrokerError, SluiceError
+from sluice.pipeline.errors import BrokerError, ConfigError, DataError, SluiceError
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.status.diagnosis import Verdict, verdict
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.rates import Rates
 from sluice.pipeline.status.snapshot import Process, Snapshot
@@ -37,6 +50,45 @@ _ASK_S = 5.0
 _AWAY = "the broker does not answer"
 T = TypeVar("T")
 _WINDOW = 16  # heartbeats
+_APART_S = 5.0  # between the two snapshots of the verdict
+_INDEX_S, _REST_S = 0.02, 0.03  # while the index is behind
+_TIMED, _TIMES_EVERY_S = 100, 3.0  # sequences
+_OWN = "as this dashboard was started with"
+_REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{2,}")  # the placeholders of an image
+
+
+class Resolved(NamedTuple):
+    """`origin` ends the sentence "These values are shown …"."""
+
+    config: Config
+    origin: str
+
+
+class RunConfig:
+    """Thread-safe; at worst two threads read at once."""
+
+    def __init__(self, given: Config) -> None:
+        self._given = given
+        self._directory = Path(given.run_dir) / given.run
+        self._seen: tuple[tuple[int, int], Resolved] | None = None
+
+    def read(self) -> Resolved:
+        """Blocking; never raises."""
+        try:
+            status = (self._directory / RESOLVED).stat()
+        except OSError:
+            return Resolved(self._given, f"{_OWN}: the run has no {RESOLVED} here")
+        stamp = status.st_mtime_ns, status.st_size
+        if self._seen is None or self._seen[0] != stamp:
+            self._seen = stamp, self._load()
+        return self._seen[1]
+
+    def _load(self) -> Resolved:
+        try:
+            found = stored_config(self._directory, self._given, ())
+        except ConfigError as error:
+            return Resolved(self._given, f"{_OWN}: the run's own cannot be read ({error})")
+        return Resolved(found, f"as the run resolved them at its last start ({RESOLVED})")
 
 
 class Monitor:
@@ -45,12 +97,20 @@ class Monitor:
     def __init__(self, config: Config, client: Redis, reader: HistoryReader) -> None:
         self.config, self.client, self.keys = config, client, Keys(config.run)
         self.reader, self.rates, self.process_rates = reader, Rates(), ProcessRates()
+        self.directory, self.run_config = Path(config.run_dir) / config.run, RunConfig(config)
+        self.index = HistoryIndex(history_directory(config), self._prompt_decoder)
+        self.curves = RunCurves(self.directory, self.index)
+        self.others: Sequence[Path] = ()  # directories of more runs to compare with
+        self.times: list[tuple[str, float]] = []  # mean seconds of a sequence by what they were spent on
+        self._timed_at = -math.inf
         self.newest = Snapshot(run=config.run, state="new")  # until the first one
         self.seen_at: float | None = None  # Unix time of that snapshot, in seconds
         self.problem: str | None = None  # why `newest` is out of date
+        self.stored_at: float | None = None  # Unix s; set if the broker is a copy of what the run's stored last
         self.number = 0  # number of attempts, failed ones included
         self.closing = asyncio.Event()
         self._next = asyncio.Event()
+        self._looks = deque[Snapshot](maxlen=60)
 
     async def refresh(self) -> None:
         """Take one snapshot; never raises if the broker is away."""
@@ -59,6 +119,9 @@ class Monitor:
                 self.newest = await inspect(self.client, self.keys, self.config.consumer.count)
             self.rates.add(self.newest)
             self.process_rates.add(self.newest.processes)
+            self._looks.append(self.newest)
+            while len(self._looks) > 2 and self.newest.at - self._looks[1].at >= _APART_S:
+                self._looks.popleft()
             self.seen_at, self.problem = time.time(), None
         except (RedisError, OSError, TimeoutError) as error:
             self._is_old(_AWAY, error)
@@ -73,11 +136,44 @@ class Monitor:
             get_logger().warning(problem, error=repr(error))
         self.problem = problem
 
+    def read_files(self) -> None:
+        """The curves and times, from the run's directory. Blocking; never raises."""
+        try:
+            self.curves.charts()
+            if time.monotonic() - self._timed_at > _TIMES_EVERY_S:
+                self._timed_at = time.monotonic()
+                self.times = self.curves.times(self.reader.sequences(SequenceFilter(), _TIMED).rows)
+        except DataError as error:
+            get_logger().debug("no new curves or times", why=str(error))
+
     async def run(self) -> None:
         """Inspect once a second until cancelled."""
         while True:
+            await asyncio.to_thread(self.read_files)
             await self.refresh()
             await asyncio.sleep(EVERY_S)
+
+    async def keep_index(self) -> None:
+        """Index the history until cancelled; a history that can't be read is reported once, and tried again."""
+        reported = ""
+        while True:
+            left = 0
+            try:
+                left = await asyncio.to_thread(self.index.catch_up, _INDEX_S)
+            except DataError as error:
+                if str(error) != reported:
+                    get_logger().warning("the history cannot be indexed", why=str(error))
+                reported = str(error)
+            await asyncio.sleep(_REST_S if left else EVERY_S)
+
+    def _prompt_decoder(self) -> Callable[[Sequence[int]], str]:
+        codec = HFTextCodec(Path(self.run_config.read().config.model.path))
+        return lambda ids: _REPEATED.sub(r"\1…", codec.decode(ids))
+
+    @property
+    def verdict(self) -> Verdict:
+        """What `sluice status --why` says, from snapshots of the last seconds."""
+        return verdict(self._looks[0] if self._looks else self.newest, self.newest)
 
     async def next(self) -> None:
         """Wait for the next snapshot, or the end."""

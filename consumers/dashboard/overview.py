@@ -1,57 +1,49 @@
-"""The overview: the flow, what each stage does or waits for, what has stalled and how to resolve it, and the numbers.
+"""The overview: a verdict, the curves, where time goes, and the flow from the producer to the trainer.
 
 The same numbers for Prometheus: `/metrics`, and `/metrics/targets` with the metrics addresses of the run's processes.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from sluice.consumers.dashboard import live
 from sluice.consumers.dashboard.formats import NOTHING, figure, rate, span
 from sluice.consumers.dashboard.monitor import Monitor, monitor_of
-from sluice.consumers.dashboard.render import render
-from sluice.pipeline.status.descriptions import StageText, StallText, guard_counts, stage_text, stall_text
+from sluice.consumers.dashboard.render import live, render
+from sluice.consumers.history.curves import Chart
+from sluice.pipeline.status.descriptions import (
+    StageText,
+    StallText,
+    guard_counts,
+    headline,
+    stage_text,
+    stall_text,
+    verdict_text,
+)
 from sluice.pipeline.status.snapshot import Snapshot, Stall
 from sluice.pipeline.status.stages import Stage, is_optional
 from sluice.pipeline.telemetry import run_metrics
 from sluice.pipeline.telemetry.families import CONTENT_TYPE
 
 router = APIRouter()
-_SERIES = (
-    ("tokens", "Tokens decoded", "tok/s"),
-    ("committed", "Sequences decoded", "seq/s"),
-    ("trained", "Sequences trained", "seq/s"),
-)
 _TITLES = {
     "producer": "Producer", "queue": "Queue", "worker": "Workers", "results": "Results", "consumer": "Consumer",
     "batches": "Batches", "trainer": "Trainer", "weights": "Weights", "gateway": "Gateways", "scorer": "Scorers",
 }  # fmt: skip
-_LEADS = {"weights": "to the workers", "gateway": "to the queue", "scorer": "to the trainer"}
-_LEADING = {
-    "train/loss": "Loss", "policy/loss": "Policy loss", "policy/reward_mean": "Reward", "rollout/f1": "F1",
-    "policy/version_lag_mean": "Versions old", "policy/clip_ratio": "Clipped", "policy/approx_kl": "KL",
-    "train/learning_rate": "Learning rate", "train/grad_norm": "Gradient norm",
-    "rollout/gen_new_tokens_mean": "Tokens a sequence", "train/step_s": "Seconds a step",
+_STATES = {
+    "complete": ("complete", "good"), "idle": ("not started", ""), "stalled": ("stalled", "bad"),
+    "moving": ("healthy", "good"), "working": ("healthy", "good"), "waiting": ("waiting", "warn"),
 }  # fmt: skip
+_FAILED = ("process_failed", "guard_refused", "trainer_dead")
 _LASTING_S = 30.0
-_BRIEF = 130  # characters
-_WIDTH, _HEIGHT = 240, 40
-
-
-class Spark(NamedTuple):
-    """One small chart; `line` and `area` are points of an SVG of `_WIDTH` × `_HEIGHT`."""
-
-    title: str
-    now: str
-    unit: str
-    most: str
-    line: str
-    area: str
+WIDTH, _HEIGHT = 240, 48
 
 
 class Box(NamedTuple):
@@ -59,11 +51,6 @@ class Box(NamedTuple):
 
     stage: Stage
     text: StageText
-
-    @property
-    def says(self) -> str:
-        """What it does or waits for; a long text without its detail."""
-        return self.text.says if len(self.text.says) <= _BRIEF else self.text.brief
 
 
 class Keeper(NamedTuple):
@@ -81,32 +68,68 @@ class Sum(NamedTuple):
     more: str = ""
 
 
+class Part(NamedTuple):
+    """Mean seconds that a sequence spends somewhere; `x` and `width` in a bar of 1000."""
+
+    name: str
+    seconds: float
+    x: float
+    width: float
+
+
 @router.get("/")
 async def overview(request: Request) -> Response:
     """The page, with the newest snapshot."""
     monitor = monitor_of(request)
-    return render(request, "overview.html.j2", **_parts(monitor), **_stalls(monitor), **_metrics(monitor))
+    await asyncio.to_thread(monitor.read_files)
+    drawn = [(chart, points(chart.lines[0].values)) for chart in monitor.curves.drawn]
+    parts = {**_verdict(monitor), **_parts(monitor), **_metrics(monitor)}
+    return render(request, "overview.html.j2", **parts, charts=drawn)
 
 
-def _parts(monitor: Monitor) -> dict[str, Any]:
-    now = monitor.newest
+@router.get("/curves")
+async def curves(request: Request) -> Response:
+    """The charts as JSON."""
+    return charts_json(await asyncio.to_thread(monitor_of(request).curves.charts))
+
+
+def charts_json(charts: Sequence[Chart]) -> Response:
+    """As charts.js reads them."""
+    return Response(msgspec.json.encode({"charts": charts}), media_type="application/json")
+
+
+def _verdict(monitor: Monitor) -> dict[str, Any]:
+    """One line, what blocks the run, and waits that should have ended by themselves."""
+    now, verdict = monitor.newest, monitor.verdict
+    lasting = [stall for stall in now.stalls if not stall.blocks and now.at - (stall.since or 0) > _LASTING_S]
+    name, css = _STATES[verdict.state]
+    if any(stall.kind in _FAILED and stall.blocks for stall in now.stalls):
+        name = "failed"
+    change = monitor.curves.change()
+    learned = f"{change.name} {change.first:.3g} → {change.last:.3g}" if change else ""
+    line, says = headline(now, verdict, monitor.rates.bottleneck, learned), verdict_text(now, verdict)
+    if monitor.seen_at is None:  # only its files are known
+        name, css, line = (
+            "unknown",
+            "warn",
+            f"Not running: {learned}" if learned else "Nothing is known about this run yet",
+        )
+        says = "the broker does not answer, so this is what the run has written"
     return {
-        "stages": _flow(monitor),
-        "titles": _TITLES,
-        "leads": _LEADS,
-        "sums": _sums(now, monitor),
-        "sparks": [_spark(monitor, *one) for one in _SERIES],
-        "leading": {title: figure(now.metrics[name]) for name, title in _LEADING.items() if name in now.metrics},
+        "headline": line,
+        "verdict": (name, css),
+        "says": says,
+        "blocked": [Keeper(stall, stall_text(now, stall)) for stall in now.stalls if stall.blocks],
+        "lasting": [Keeper(stall, stall_text(now, stall)) for stall in lasting],
     }
 
 
-def _stalls(monitor: Monitor) -> dict[str, Any]:
-    """What blocks the run, and waits that should have ended by themselves."""
-    now = monitor.newest
-    lasting = [stall for stall in now.stalls if not stall.blocks and now.at - (stall.since or 0) > _LASTING_S]
+def _parts(monitor: Monitor) -> dict[str, Any]:
     return {
-        "blocked": [Keeper(stall, stall_text(now, stall)) for stall in now.stalls if stall.blocks],
-        "lasting": [Keeper(stall, stall_text(now, stall)) for stall in lasting],
+        "stages": _flow(monitor),
+        "titles": _TITLES,
+        "sums": _sums(monitor.newest, monitor),
+        "times": stacked(monitor.times),
     }
 
 
@@ -123,20 +146,24 @@ def _flow(monitor: Monitor) -> list[Box]:
 
 
 def _sums(now: Snapshot, monitor: Monitor) -> list[Sum]:
+    """The few that one looks for; zeros of what went wrong are left out."""
     eta, (ended, saved) = monitor.rates.eta_s, guard_counts(now)
-    most = now.credit.max_sequences
+    step = monitor.curves.newest
+    left = "done" if now.complete else NOTHING if eta is None else span(eta)
     version = NOTHING if now.latest_version is None else f"v{now.latest_version}"
-    return [
-        Sum("Enqueued", f"{now.enqueued:,}", "" if now.total is None else f"of {now.total:,} in the data"),
+    most = now.credit.max_sequences
+    found = [
+        Sum("Trained", f"{now.trained:,}", "" if now.total is None else f"of {now.total:,} in the data"),
         Sum("In flight", f"{now.credit.sequences:,}", "" if most is None else f"{most:,} at most"),
-        Sum("Trained", f"{now.trained:,}", f"{rate(monitor.rates.per_s('trained'))} seq/s"),
+        Sum("Step", NOTHING if step is None else f"{step.step:,}", f"{rate(monitor.rates.per_s('trained'))} seq/s"),
+        Sum("Weights", version, _served(now)),
+        Sum("Tokens", f"{now.tokens:,}", f"{rate(monitor.rates.per_s('tokens'))} tok/s"),
         Sum("Dead", f"{now.dead:,}", f"{now.dead_letters:,} can be replayed" if now.dead_letters else ""),
         Sum("Dropped", f"{now.dropped:,}"),
-        Sum("Tokens", f"{now.tokens:,}", f"{rate(monitor.rates.per_s('tokens'))} tok/s"),
-        Sum("Weights", version, _served(now)),
-        Sum("Guard", f"{ended:,} ended", f"{saved:,} tokens saved"),
-        Sum("Time left", "done" if now.complete else NOTHING if eta is None else span(eta)),
     ]
+    if ended:
+        found.append(Sum("Repeat guard", f"{ended:,} ended", f"{saved:,} tokens saved"))
+    return [*found, Sum("Time left", left)]
 
 
 def _served(now: Snapshot) -> str:
@@ -148,28 +175,33 @@ def _served(now: Snapshot) -> str:
     return f"a worker is {now.version_lag} behind" if now.version_lag else "all workers have them"
 
 
-def _spark(monitor: Monitor, name: str, title: str, unit: str) -> Spark:
-    series = monitor.rates.series(name)
-    line = points(series)
-    area = f"0,{_HEIGHT} {line} {_WIDTH},{_HEIGHT}" if line else ""
-    return Spark(title, rate(monitor.rates.per_s(name)), unit, rate(max(series, default=0.0)), line, area)
+def stacked(times: Sequence[tuple[str, float]], total: float | None = None) -> list[Part]:
+    """One bar of 1000 units, which are `total` seconds or all of these."""
+    x, parts = 0.0, list[Part]()
+    total = math.fsum(seconds for _, seconds in times) if total is None else total
+    for name, seconds in times:
+        width = 1000 * seconds / total if total else 0.0
+        parts.append(Part(name, seconds, round(x, 1), round(width, 1)))
+        x += width
+    return parts if total else []
 
 
 def points(series: Sequence[float]) -> str:
     """SVG points of a line across the full width; empty for fewer than two values."""
     if len(series) < 2:
         return ""
-    most = max(series) or 1.0
-    step = _WIDTH / (len(series) - 1)
+    least, most = min(0.0, *series), max(series)
+    step, height = WIDTH / (len(series) - 1), (most - least) or 1.0
     return " ".join(
-        f"{at * step:.1f},{_HEIGHT - 1 - value / most * (_HEIGHT - 3):.1f}" for at, value in enumerate(series)
+        f"{at * step:.1f},{_HEIGHT - 1 - (value - least) / height * (_HEIGHT - 3):.1f}"
+        for at, value in enumerate(series)
     )
 
 
-live.add("overview", "overview_live.html.j2", _parts)
-live.add("heard", "heard.html.j2", _stalls)
-live.add("stalls", "stalls.html.j2", _stalls)
-live.add("metrics", "metrics.html.j2", _metrics)
+live("overview", "overview_live.html.j2", _parts)
+live("heard", "heard.html.j2", _verdict)
+live("verdict", "verdict.html.j2", _verdict)
+live("metrics", "metrics.html.j2", _metrics)
 
 
 @router.get("/metrics")

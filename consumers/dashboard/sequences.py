@@ -1,5 +1,7 @@
 """The sequence browser: the filtered list, one sequence, and its picture.
 
+- The list shows prompts with their answers, newest first from the history itself; searched by text, sorted, or bounded
+  by reward or length it comes from the history's index, which may be a little behind and then says so.
 - The list is a plain form; with scripts, htmx fetches just the table while you type, and updates the address. Values
   in an address are truncated, never trusted; unreadable ones are ignored, and the page says so.
 - Everything that blocks (SQLite, tokenizer, the task's steps, files) runs in threads; a task's steps have a deadline.
@@ -11,20 +13,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from sluice.consumers.dashboard.formats import query, url
-from sluice.consumers.dashboard.monitor import monitor_of
+from sluice.consumers.dashboard.monitor import Monitor, monitor_of
 from sluice.consumers.dashboard.outcome import BusyError, Detection, Failed, Outcome, TaskRunner, outcome, runner_of
 from sluice.consumers.dashboard.picture import Drawing, drawing, read_picture, sources_of
 from sluice.consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, render
-from sluice.consumers.dashboard.settings import run_config_of
 from sluice.consumers.dashboard.tokens import (
     COLOURINGS,
     KINDS,
@@ -37,12 +42,16 @@ from sluice.consumers.dashboard.tokens import (
     sampled_sheet,
     trained_sheet,
 )
-from sluice.consumers.history.records import SequenceDetail, SequenceFilter
+from sluice.consumers.history.index import SORTS, Context
+from sluice.consumers.history.records import SequenceDetail, SequenceFilter, SequenceRow
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import RequestError, SluiceError
+from sluice.pipeline.errors import DataError, RequestError, SluiceError
 from sluice.pipeline.wire.messages import SequenceResult
 
-ROWS = 50
+ROWS = 25
+_INDEX_S = 0.1  # of one request, if the index is behind
+_PICTURES = re.compile(r"(?:<[^<>\s]{0,40}(?:image|vision|img)[^<>\s]{0,40}>…?\s*)+", re.IGNORECASE)
+_TEMPLATE = re.compile(r"<\|[^|<>]{1,40}\|>(?:(?:system|user|assistant|tool)\n)?")
 _GONE = (
     "No finished sequence has this id in the history. It may still be running (see the jobs), or it was pruned"
     " (history.max_sequences), or history.enabled is off."
@@ -58,21 +67,24 @@ _VERSION_DIGITS = 12
 @router.get("/sequences")
 async def sequences(request: Request) -> Response:
     """The list; only its table for htmx."""
-    monitor, asked = monitor_of(request), request.query_params
-    wanted, problem = read_filter(asked)
-    before = asked.get("before", "")[:MOST_CURSOR]
-    page = await asyncio.to_thread(monitor.reader.sequences, wanted, ROWS, before)
+    monitor, given = monitor_of(request), request.query_params
+    asked = Asked.read(given)
+    before = given.get("before", "")[:MOST_CURSOR]
+    listed = await asyncio.to_thread(_listed, monitor, asked, before)
     values = {
-        "wanted": wanted,
-        "problem": problem,
-        "page": page,
-        "older": address(wanted, page.next) if page.next else "",
-        "newest": address(wanted) if before else "",
-        "conditions": count_set(wanted),
+        "wanted": asked.wanted,
+        "asked": asked,
+        "problem": listed.problem or asked.problem,
+        "groups": grouped(listed.rows, listed.contexts),
+        "behind": listed.behind,
+        "older": asked.address(listed.next) if listed.next else "",
+        "newest": asked.address() if before else "",
+        "conditions": asked.conditions,
+        "sorts": SORTS,
     }
     if request.headers.get("HX-Target") == "found":
         answer = render(request, "sequences_table.html.j2", **values)
-        answer.headers["HX-Push-Url"] = address(wanted, before)
+        answer.headers["HX-Push-Url"] = asked.address(before)
     else:
         choices = await asyncio.to_thread(monitor.reader.choices)
         totals = await asyncio.to_thread(monitor.reader.totals)
@@ -81,13 +93,82 @@ async def sequences(request: Request) -> Response:
     return answer
 
 
+class Listed(NamedTuple):
+    """One page of the list; `behind`: sequences that could not be searched yet."""
+
+    rows: list[SequenceRow]
+    contexts: dict[str, Context]
+    next: str = ""
+    behind: int = 0
+    problem: str = ""
+
+
+class Answers(NamedTuple):
+    """Sequences of one job that follow each other in the list."""
+
+    job_id: str
+    size: int
+    prompt: str
+    truth: str
+    rows: list[SequenceRow]
+
+
+def _listed(monitor: Monitor, asked: Asked, before: str) -> Listed:
+    """Newest first straight from the history; sorted or searched by its index."""
+    if asked.needs_index:
+        listed = _found(monitor, asked, before)
+    else:
+        page = monitor.reader.sequences(asked.wanted, ROWS, before)
+        listed = Listed(page.rows, {}, page.next)
+    firsts = [next(rows).seq_id for _, rows in groupby(listed.rows, lambda row: row.job_id)]
+    return listed._replace(contexts=monitor.index.contexts(firsts))
+
+
+def _found(monitor: Monitor, asked: Asked, before: str) -> Listed:
+    skip = int(before) if before.isascii() and before.isdecimal() and len(before) < 7 else 0
+    if before and not skip:
+        raise DataError(f"{before[:80]!r} is not a position in the list; start at the first page")
+    behind = monitor.index.catch_up(_INDEX_S)
+    try:
+        found = monitor.index.find(asked.wanted, asked.text, asked.sort, ROWS + 1, skip, asked.ranges)
+    except DataError as error:
+        return Listed([], {}, problem=f"{error}.".capitalize())
+    rows = [row for _, row in monitor.index.rows(found[:ROWS])]
+    return Listed(rows, {}, str(skip + ROWS) if len(found) > ROWS else "", behind)
+
+
+def grouped(rows: Sequence[SequenceRow], contexts: Mapping[str, Context]) -> list[Answers]:
+    """In the order of the rows."""
+    found: list[Answers] = []
+    for job_id, members in groupby(rows, lambda row: row.job_id):
+        some = list(members)
+        context = contexts.get(some[0].seq_id, Context(""))
+        found.append(Answers(job_id, some[0].group_size, plain(context.prompt), truth_text(context.truth), some))
+    return found
+
+
+def plain(prompt: str) -> str:
+    """A prompt without its template's special tokens, for one line."""
+    return " ".join(_TEMPLATE.sub(" ", _PICTURES.sub(" [picture] ", prompt)).split())
+
+
+def truth_text(truth: Any) -> str:
+    """In one line; "" for none."""
+    if truth is None or isinstance(truth, str):
+        return truth or ""
+    try:
+        return json.dumps(truth, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):  # keys that JSON doesn't have, or nested too deeply
+        return "(cannot be shown in a line)"
+
+
 @router.get("/sequences/{seq_id:path}")
 async def sequence(request: Request, seq_id: str) -> Response:
     monitor = monitor_of(request)
     detail = await asyncio.to_thread(monitor.reader.sequence, checked_id(seq_id))
     if detail is None:
         return problem_page(request, 404, _GONE)
-    resolved = await asyncio.to_thread(run_config_of(request).read)
+    resolved = await asyncio.to_thread(monitor.run_config.read)
     runner = runner_of(request.app.state, resolved.config)
     page = await build(runner, monitor.config, detail, Choice.read(request.query_params))
     words = {"kinds": KINDS, "colourings": COLOURINGS, "most": MOST_TOKENS}
@@ -259,28 +340,72 @@ def _sheet(config: Config, detail: SequenceDetail, name: str) -> Sheet:
     return sampled_sheet(detail.result, detail.sample, scores, needed_below)
 
 
-def read_filter(asked: Mapping[str, str]) -> tuple[SequenceFilter, str]:
-    """The filter, and its unreadable parts ("" if none)."""
-    texts = {name: clean(asked.get(name, "")) for name in _TEXTS}
-    version, triggered = asked.get("version", "").strip(), asked.get("triggered", "")
-    problem = ""
-    if version and not (version.isascii() and version.isdecimal() and len(version) <= _VERSION_DIGITS):
-        problem, version = "A weight version is an integer; the filter ignores it.", ""
-    wanted = SequenceFilter(
-        **texts,
-        version=int(version) if version else None,
-        triggered={"yes": True, "no": False}.get(triggered),
-    )
-    return wanted, problem
+@dataclass(frozen=True)
+class Asked:
+    """What an address asks of the list; `problem` says which parts of it can't be read."""
+
+    wanted: SequenceFilter
+    text: str = ""
+    sort: str = "newest"
+    ranges: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    problem: str = ""
+
+    @classmethod
+    def read(cls, given: Mapping[str, str]) -> Asked:
+        """Unreadable parts count as not given."""
+        texts = {name: clean(given.get(name, "")) for name in _TEXTS}
+        version, triggered = given.get("version", "").strip(), given.get("triggered", "")
+        problem = ""
+        if version and not (version.isascii() and version.isdecimal() and len(version) <= _VERSION_DIGITS):
+            problem, version = "A weight version is an integer; the filter ignores it.", ""
+        wanted = SequenceFilter(
+            **texts,
+            version=int(version) if version else None,
+            triggered={"yes": True, "no": False}.get(triggered),
+        )
+        ranges: dict[str, tuple[float | None, float | None]] = {}
+        for name in ("reward", "length"):
+            bounds = [given.get(f"{name}_{end}", "").strip() for end in ("min", "max")]
+            numbers = [_real(bound) for bound in bounds]
+            if any(bound and number is None for bound, number in zip(bounds, numbers, strict=True)):
+                problem = f"A bound of the {name} is a number; the filter ignores it."
+            if any(number is not None for number in numbers):
+                ranges[name] = (numbers[0], numbers[1])
+        sort = given.get("sort", "")
+        return cls(wanted, clean(given.get("text", "")), sort if sort in SORTS else "newest", ranges, problem)
+
+    @property
+    def needs_index(self) -> bool:
+        """Whether the history itself can't answer it."""
+        return bool(self.text or self.ranges or self.sort != "newest")
+
+    @property
+    def conditions(self) -> int:
+        """How many."""
+        return (
+            sum(value not in ("", None) for value in msgspec.structs.asdict(self.wanted).values())
+            + bool(self.text)
+            + len(self.ranges)
+        )
+
+    def bound(self, name: str, end: int) -> str:
+        """For the form."""
+        value = self.ranges.get(name, (None, None))[end]
+        return "" if value is None else f"{value:g}"
+
+    def address(self, before: str = "") -> str:
+        """`/sequences?state=dead&…`."""
+        triggered = {True: "yes", False: "no", None: ""}[self.wanted.triggered]
+        fields: dict[str, object] = {"text": self.text, **msgspec.structs.asdict(self.wanted), "triggered": triggered}
+        for name in self.ranges:
+            fields |= {f"{name}_min": self.bound(name, 0), f"{name}_max": self.bound(name, 1)}
+        fields |= {"sort": "" if self.sort == "newest" else self.sort, "before": before}
+        return f"/sequences?{query(fields)}".rstrip("?")
 
 
-def address(wanted: SequenceFilter, before: str = "") -> str:
-    """`/sequences?state=dead&…`."""
-    triggered = {True: "yes", False: "no", None: ""}[wanted.triggered]
-    fields = msgspec.structs.asdict(wanted) | {"triggered": triggered, "before": before}
-    return f"/sequences?{query(fields)}".rstrip("?")
-
-
-def count_set(wanted: SequenceFilter) -> int:
-    """Number of conditions."""
-    return sum(value not in ("", None) for value in msgspec.structs.asdict(wanted).values())
+def _real(text: str) -> float | None:
+    try:
+        number = float(text) if len(text) < 20 else math.nan
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -6,15 +6,17 @@ Also the page of the published weight versions: size, whether they are still on 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from fastapi import APIRouter, Request, Response
 
-from sluice.consumers.dashboard import live
 from sluice.consumers.dashboard.monitor import Monitor, monitor_of
-from sluice.consumers.dashboard.render import render
+from sluice.consumers.dashboard.overview import Part, charts_json, points, stacked
+from sluice.consumers.dashboard.render import live, render
+from sluice.consumers.history.curves import Chart, line
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.roles import position
 from sluice.pipeline.status.snapshot import Process
@@ -77,17 +79,39 @@ def _state(row: Process) -> str:
     return "working" if row.wait is None else "waiting"
 
 
-live.add("workers", "workers_live.html.j2", _parts)
+live("workers", "workers_live.html.j2", _parts)
 
 
 class Version(NamedTuple):
-    """One registered version; `manifest` and `num_bytes` are None once it is retired."""
+    """One registered version; `manifest` and `num_bytes` are None once it is retired.
+
+    `stages`: what its time went into, in a bar that is as long as the slowest version's shown.
+    """
 
     number: int
     digest: str
     manifest: WeightVersion | None
     num_bytes: int | None
     served_by: list[str]
+    stages: list[Part]
+
+
+@router.get("/weights/curves")
+async def weights_curves(request: Request) -> Response:
+    """From the publication of a version to its first token, as JSON."""
+    return charts_json(await asyncio.to_thread(_charts, monitor_of(request)))
+
+
+def _charts(monitor: Monitor) -> list[Chart]:
+    steps = monitor.curves.times_of_versions()
+    newest = max(steps.values(), default=0.0)
+    some = [(version, steps.get(version, newest), seconds) for version, seconds in monitor.index.loads().items()]
+    about = "from the publication of a version to its first token, on the fastest worker"
+    return [
+        Chart(key="load", title="Publish to first token", unit="s", about=about, lines=[made], x="version")
+        for made in [line("seconds", some)]
+        if some
+    ]
 
 
 @router.get("/weights")
@@ -96,8 +120,9 @@ async def weights(request: Request) -> Response:
     monitor = monitor_of(request)
     table = await monitor.ask(cast(Any, monitor.client).hgetall(monitor.keys.versions))
     versions = await asyncio.to_thread(_versions, monitor, table)
+    charts = [(chart, points(chart.lines[0].values)) for chart in await asyncio.to_thread(_charts, monitor)]
     parts = {"versions": versions[:_SHOWN], "total": len(versions), "retention": monitor.config.weights.retention}
-    return render(request, "weights.html.j2", **parts)
+    return render(request, "weights.html.j2", **parts, charts=charts)
 
 
 def _versions(monitor: Monitor, table: dict[bytes, bytes]) -> list[Version]:
@@ -108,15 +133,23 @@ def _versions(monitor: Monitor, table: dict[bytes, bytes]) -> list[Version]:
             served[number].append(row.name)
     names = {key.removesuffix(_DIGEST) for key in table}
     numbers = sorted((int(name) for name in names if name.isdigit()), reverse=True)
-    return [_version(number, table, served[number], with_size=at < _SHOWN) for at, number in enumerate(numbers)]
+    monitor.curves.charts()
+    times = {number: monitor.curves.stages_of(number) for number in numbers[:_SHOWN]}
+    longest = max((math.fsum(seconds for _, seconds in some) for some in times.values()), default=0.0)
+    return [
+        _version(number, table, served[number], stacked(times.get(number, []), longest), with_size=at < _SHOWN)
+        for at, number in enumerate(numbers)
+    ]
 
 
-def _version(number: int, table: dict[bytes, bytes], served_by: list[str], *, with_size: bool) -> Version:
+def _version(
+    number: int, table: dict[bytes, bytes], served_by: list[str], stages: list[Part], *, with_size: bool
+) -> Version:
     name = str(number).encode()
     manifest = _manifest(table.get(name))
     digest = table.get(name + _DIGEST, b"").decode() or (manifest.digest if manifest else "")
     num_bytes = bytes_of(Path(manifest.path)) if manifest and with_size else None
-    return Version(number, digest, manifest, num_bytes, served_by)
+    return Version(number, digest, manifest, num_bytes, served_by, stages)
 
 
 def _manifest(raw: bytes | None) -> WeightVersion | None:

@@ -28,6 +28,7 @@ from sluice.consumers.history.records import STATES, TEXT_CHARS, SequenceRow, Tr
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.live_jobs import parse_log
+from sluice.pipeline.telemetry.training_metrics import reward_parts
 from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample, Wire, encode
 
 _PORTIONS = 32  # of a full file; pruning deletes one at a time
@@ -355,6 +356,7 @@ def _row(
         finish_reason=result.finish_reason,
         triggered=bool(result.triggers.get("repeat_terminate")),
         reward=result.reward if sample is None else sample.reward,
+        reward_parts={} if sample is None else reward_parts(sample.metrics),
         metrics={} if sample is None else sample.metrics,
         text=result.text[:TEXT_CHARS],
         num_turns=1 if result.turn is None else result.turn,

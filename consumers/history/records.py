@@ -48,6 +48,7 @@ class SequenceRow(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str = ""
     triggered: bool = False  # a repeat guard stopped it
     reward: float | None = None
+    reward_parts: dict[str, float] = {}  # of your reward functions, unweighted, by name
     metrics: dict[str, float] = {}  # from its sample
     text: str = ""  # the first TEXT_CHARS
     num_turns: int = 1

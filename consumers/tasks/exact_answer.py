@@ -20,7 +20,15 @@ from typing import Any
 
 import regex
 
-from sluice.consumers.tasks.rollout import Response, answer_ids, last_turn, rollout_metrics, training_sample
+from sluice.consumers.tasks.rollout import (
+    Response,
+    answer_ids,
+    last_turn,
+    rollout_metrics,
+    sampled_response,
+    segments_of,
+    training_sample,
+)
 from sluice.consumers.tasks.segments import Segment
 from sluice.consumers.tasks.task import Matched, Parsed, TaskContext
 from sluice.pipeline.errors import TaskError
@@ -80,22 +88,14 @@ def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
 
 
 def _sampled(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> Response:
-    """Every token of the result; tokens that weren't sampled keep mask 0 and get weight 0."""
-    ids = list(parsed.result.token_ids)
     if verdict.answer and not verdict.right:
         _encode(verdict.answer.text, parsed.result.seq_id, ctx)  # a truth that can't be encoded is never right
-    return Response(
-        token_ids=ids,
-        labels=ids,
-        weights=[ctx.policy.ce_weight if verdict.right else 0.0] * len(ids),
-        segments=_codes(parsed.result, verdict.right, ctx),
-        kept=len(ids),
-    )
+    return sampled_response(parsed.result, verdict.right, ctx)
 
 
 def _taught(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> Response:
     stops, sampled_ids = ctx.codec.eos_token_ids, parsed.result.token_ids
-    codes = _codes(parsed.result, verdict.right, ctx)
+    codes = segments_of(parsed.result, verdict.right, ctx.codec)
     if verdict.right:
         kept, start, new = parsed.prefix_len, 0, list[int]()
         stop = [token for token in sampled_ids[kept : kept + 1] if token in stops]
@@ -110,16 +110,6 @@ def _taught(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> Response:
         segments=[*codes[:kept], *[int(Segment.appended_desc)] * len(new), int(Segment.closing)],
         kept=kept + len(stop),
     )
-
-
-def _codes(result: SequenceResult, right: bool, ctx: TaskContext) -> list[int]:
-    """The segment of each token of the result; text between two turns is a prompt."""
-    stops, code = set(ctx.codec.eos_token_ids), Segment.matched_desc if right else Segment.false_positive
-    on = [*result.sampled.mask[: last_turn(result)[1]], *[1] * len(result.token_ids)]
-    return [
-        int(Segment.prompt if not on[at] else Segment.closing if token in stops else code)
-        for at, token in enumerate(result.token_ids)
-    ]
 
 
 def _truth_ids(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> list[int]:

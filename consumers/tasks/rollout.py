@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from sluice.consumers.tasks.segments import Segment
-from sluice.consumers.tasks.task import TextCodec
+from sluice.consumers.tasks.task import TaskContext, TextCodec
 from sluice.pipeline.config.types import RolloutMatchingConfig
 from sluice.pipeline.wire.messages import GeometryTarget, SequenceResult, TrainingSample
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
@@ -107,6 +107,31 @@ def training_sample(
         enqueued_at=result.timings.get("enqueued_at", 0.0),
         metrics=metrics | _lengths(start, response) | _rewards(reward),
     )
+
+
+def sampled_response(result: SequenceResult, right: bool, ctx: TaskContext) -> Response:
+    """Every token of the result, for a policy loss; tokens that weren't sampled keep mask 0 and get weight 0.
+
+    Those of right answers have the cross-entropy weight `policy.ce_weight`.
+    """
+    ids = list(result.token_ids)
+    return Response(
+        token_ids=ids,
+        labels=ids,
+        weights=[ctx.policy.ce_weight if right else 0.0] * len(ids),
+        segments=segments_of(result, right, ctx.codec),
+        kept=len(ids),
+    )
+
+
+def segments_of(result: SequenceResult, right: bool, codec: TextCodec) -> list[int]:
+    """The segment of each token of the result; text between two turns is a prompt."""
+    stops, code = set(codec.eos_token_ids), Segment.matched_desc if right else Segment.false_positive
+    on = [*result.sampled.mask[: last_turn(result)[1]], *[1] * len(result.token_ids)]
+    return [
+        int(Segment.prompt if not on[at] else Segment.closing if token in stops else code)
+        for at, token in enumerate(result.token_ids)
+    ]
 
 
 def _temperature(result: SequenceResult) -> float:

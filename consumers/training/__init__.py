@@ -2,7 +2,7 @@
 
     batches ──▶ session ──▶ trainer (built in) ──▶ step ──▶ forward, losses, policy_loss
                   │   ▲         └── proximal: the proximal logprob of each sampled token
-                  │   └────▶ handoff (`Rollouts`: your own training loop)
+                  │   └────▶ session_thread ──▶ handoff (`Rollouts`: your own training loop)
                   └──▶ step_log, trackers · checkpoint · weight versions
 
 `images` has the pixels of the samples in hand. `model` loads and writes models; `distributed` shards them under

@@ -6,6 +6,9 @@
     handoff.json                   what such a loop has finished since without a version; the file with the newer
                                    step wins
 
+Your own loop can continue what the built-in trainer began. The reverse is refused: the built-in trainer has no
+optimiser state for it, and its checkpoints are older than the run.
+
 The state lists the batches that the weights were trained on, and what was dropped from them. They are acked only after
 the rename, so a trainer killed at any point trains each batch once: acking twice is harmless, training twice
 impossible. A file that changed after that doesn't match its digest: the previous checkpoint is used, and the damaged
@@ -14,9 +17,10 @@ one is set aside.
 
 from __future__ import annotations
 
-import os
+import contextlib
+import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
@@ -29,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from sluice.consumers.training.model import HANDOFF_FILE, read_model, write_model
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import DataError, MessageError, ModelError
-from sluice.pipeline.files import fsync_directory, fsync_tree, write_atomic
+from sluice.pipeline.files import fsync_directory, fsync_tree, remove_unfinished, write_atomic
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.weights.versions import MANIFEST, newest_number, read_manifest
 from sluice.pipeline.wire.codec import read_json
@@ -79,12 +83,19 @@ class TrainerState(msgspec.Struct, kw_only=True):
 
 
 def save(
-    root: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: TrainerState, source: Path
+    root: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: TrainerState,
+    source: Path,
+    fence: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write step `state.step`; returns its directory once it is durable."""
+    """Write step `state.step`; returns its directory once it is durable.
+
+    `fence` is called right before the rename, and may raise to prevent it.
+    """
     target = root / f"step-{state.step:06d}"
-    aside = root / f".{target.name}.{os.getpid()}.tmp"
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = root / f".{target.name}.{secrets.token_hex(8)}.tmp"  # pids repeat across containers
     (aside / "trainer").mkdir(parents=True)
     write_model(model, source, aside)
     save_file(_optimizer_tensors(optimizer), str(aside / _OPTIMIZER))
@@ -92,8 +103,8 @@ def save(
     write_atomic(aside / _DIGESTS, msgspec.json.encode(_digests(aside)))
     fsync_tree(aside / "trainer")
     fsync_tree(aside)
-    shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
+    fence()
+    aside.rename(target)  # fails where there is one: only a trainer that has replaced this one can have written it
     fsync_directory(root)
     return target
 
@@ -200,25 +211,52 @@ def _fill_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.T
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
+def of_own_loop(run_dir: Path) -> Path | None:
+    """A state that your own training loop has made durable; None if none has trained this run."""
+    number = newest_number(run_dir / "weights")
+    places = [run_dir, *([run_dir / "weights" / f"v{number:06d}"] if number > 0 else [])]  # 0: the initial model
+    return next((place / HANDOFF_FILE for place in places if (place / HANDOFF_FILE).exists()), None)
+
+
 def read_state(run_dir: Path) -> TrainerState:
-    """The progress of your own training loop: the newer of the two files. Raises DataError for a damaged one."""
-    root = run_dir / "weights"
-    number = newest_number(root)
-    of_version = _read_handoff(root / f"v{number:06d}") if number > 0 else TrainerState()  # 0: the initial model
-    state = max((of_version, _read_handoff(run_dir)), key=lambda state: state.step)
+    """What your own training loop continues from: the newer of its two files, or the state of the built-in trainer's
+    newest version. Raises DataError for a damaged file.
+    """
+    number = newest_number(run_dir / "weights")
+    of_version = _state_of_version(run_dir, number) if number > 0 else TrainerState()  # 0: the initial model
+    without_version = _read_handoff(run_dir) or TrainerState()
+    state = max((of_version, without_version), key=lambda state: state.step)
     state.version = max(number, 0)
     return state
 
 
-def write_state(directory: Path, state: TrainerState) -> None:
-    """Atomic."""
-    write_atomic(directory / HANDOFF_FILE, msgspec.json.encode(state))
+def _state_of_version(run_dir: Path, number: int) -> TrainerState:
+    directory = run_dir / "weights" / f"v{number:06d}"
+    if (state := _read_handoff(directory)) is not None:
+        return state
+    for found in reversed(_all(run_dir / "checkpoints")):
+        with contextlib.suppress(OSError, MessageError):  # a damaged one: the version says which step it is
+            state = read_json((found / _STATE).read_bytes(), TrainerState, _STATE.name)
+            if state.version == number:
+                return state
+    return TrainerState(step=read_manifest(directory).step if (directory / MANIFEST).exists() else 0)
 
 
-def _read_handoff(directory: Path) -> TrainerState:
+def write_state(directory: Path, state: TrainerState, fence: Callable[[], None] = lambda: None) -> None:
+    """Atomic; `fence` as in `save`."""
+    write_atomic(directory / HANDOFF_FILE, msgspec.json.encode(state), fence=fence)
+
+
+def remove_unfinished_states(run_dir: Path) -> None:
+    """Remove what a trainer that lost its role hasn't finished writing, so it can't put that in place any more."""
+    for directory, names in (("checkpoints", ".step-*.tmp"), ("weights", ".v*.tmp"), ("", f".{HANDOFF_FILE}.*.tmp")):
+        remove_unfinished(run_dir / directory, names)
+
+
+def _read_handoff(directory: Path) -> TrainerState | None:
     file = directory / HANDOFF_FILE
-    if not file.exists():  # the built-in trainer's version, or none
-        return TrainerState(step=read_manifest(directory).step if (directory / MANIFEST).exists() else 0)
+    if not file.exists():
+        return None
     try:
         return read_json(file.read_bytes(), TrainerState, HANDOFF_FILE)
     except (OSError, MessageError) as error:

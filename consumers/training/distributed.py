@@ -25,6 +25,7 @@ from sluice.pipeline.logs import get_logger
 
 Shard = Callable[[torch.nn.Module, torch.optim.Optimizer], None]
 _LAUNCHED = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+_TORCHRUN = "TORCHELASTIC_RUN_ID"  # a scheduler may set WORLD_SIZE for other programs, but not this
 _START_WAIT_S = 60.0
 _GUIDE = "see docs/training-distributed.md"
 
@@ -36,6 +37,11 @@ def started_sharded(environ: Mapping[str, str]) -> bool:
     and torchrun's LOCAL_RANK and WORLD_SIZE.
     """
     if "ACCELERATE_MIXED_PRECISION" not in environ or not any(name in environ for name in _LAUNCHED):
+        if _TORCHRUN in environ and _number(environ, "WORLD_SIZE") > 1:
+            raise ConfigError(
+                f"torchrun started {environ['WORLD_SIZE']} trainers, but a run has one; start `sluice train` alone, or "
+                f"under `accelerate launch` with num_processes: 1 ({_GUIDE})"
+            )
         return False
     if _number(environ, "WORLD_SIZE") > 1:
         raise ConfigError(

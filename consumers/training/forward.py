@@ -21,9 +21,13 @@ The proof: a probe row with samples shorter and longer than the model's window, 
 takes them, compared to plain passes of each sample alone, a token at a time (pipeline/weights/agreement.py). It runs on
 the model, device and kernels used for training.
 
-Images: the model gets the pixels of all samples of a pass, in order, and the type of each token. Models with three
-position axes get those of each sample, computed by their own code. A token that the policy wrote and that equals the
-placeholder is looked up in the embedding, as the engines do: the model itself would take it for an image.
+Images: the model gets those of all samples of a pass, in order, and the type of each token. Models with three position
+axes get those of each sample, computed by their own code. A token that the policy wrote and that equals the placeholder
+is looked up in the embedding, as the engines do: the model itself would take it for an image.
+
+A vision tower without gradient computes the features of each image once (pipeline/images/features.py), for all samples,
+passes and versions. The proof compares such passes to plain ones as well. If they differ, the tower runs in every pass,
+as it does with gradient, with dropout in the vision part, and if it is sharded: its weights are together only there.
 """
 
 from __future__ import annotations
@@ -44,10 +48,11 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from sluice.consumers.pack import PackedRows, collate, pack_rows
 from sluice.consumers.samples import blind
-from sluice.consumers.training.images import joined_tensors, token_type_names
+from sluice.consumers.training.images import token_type_names
 from sluice.consumers.training.losses import row_logprobs
 from sluice.consumers.training.model import random_rates
 from sluice.pipeline.errors import ModelError, RequestError
+from sluice.pipeline.images.features import ImageFeatures, placed
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.weights.agreement import Agreement, Gaps, largest, strata, window_of
@@ -87,6 +92,7 @@ class VisionSource(Protocol):
     """The images of samples; `SampleImages` (images.py) is one."""
 
     processor: VisionProcessor
+    feature_bytes: int  # how much of the features of a frozen vision tower is kept
 
     def inputs(self, sample: TrainingSample) -> VisionInputs | None:
         """None for a sample without images."""
@@ -118,6 +124,8 @@ class TrainerForward:
         self._images = images
         self._proof: Proof | None = None
         self._probe_inputs: dict[str, VisionInputs] = {}  # by seq_id
+        self.features = None if images is None else ImageFeatures(model, torch, max_bytes=images.feature_bytes)
+        self._reuses_features = False
         self._type_names = token_type_names(model)
         self._rope_index: Any = getattr(getattr(model, "model", None), "get_rope_index", None)
 
@@ -183,7 +191,9 @@ class TrainerForward:
                 epsilon=self._epsilon(samples),
                 config=config,
             )
-            return self._first_right(layouts, samples, plain, agreement, window)
+            proof = self._first_right(layouts, samples, plain, agreement, window)
+            self._try_features(proof.layout, samples, plain, agreement, window)
+            return proof
         except _DEVICE as error:
             raise ModelError(
                 f"{type(self.model).__name__}: the check of the forward pass does not fit in memory on the device "
@@ -256,13 +266,57 @@ class TrainerForward:
             reasons.append(f"{layout} rows: off by {differences[layout]:.2g} nats")
         raise ModelError(self._refusal(reasons, agreement.tolerance))
 
+    def _try_features(
+        self,
+        layout: Layout,
+        samples: Sequence[TrainingSample],
+        plain: Sequence[Tensor],
+        agreement: Agreement,
+        window: int,
+    ) -> None:
+        """From now on compute the features of each image once, if the vision tower is frozen and the proof holds."""
+        features = self.features
+        if features is None or not features.reuses or not self._vision_is_frozen():
+            return
+        self._reuses_features = True
+        try:
+            gaps = self._gaps(layout, samples, plain, window, only_seen=True)
+            if not agreement.holds(gaps):
+                features.give_up(f"with features computed once, logprobs are off by {largest(gaps):.2g} nats")
+        except _DEVICE:
+            raise
+        except _MODEL_CODE as error:
+            features.give_up(f"{type(error).__name__}: {error}"[:200])
+        features.forget()  # those of the probe
+        self.model.register_load_state_dict_post_hook(lambda _model, _keys: features.forget())
+
+    def _vision_is_frozen(self) -> bool:
+        """Whether nothing in the vision part can change or is random, and it can run outside the model's own pass."""
+        text = self.model.config.get_text_config()
+        if any(part is not text for part, _, _ in random_rates(self.model.config)):
+            return False
+        names = self.features.names if self.features is not None else frozenset()
+        return not any(
+            parameter.requires_grad or hasattr(parameter, "full_tensor")
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+            if name in names
+        )
+
     def _gaps(
-        self, layout: Layout, samples: Sequence[TrainingSample], plain: Sequence[Tensor], window: int
+        self,
+        layout: Layout,
+        samples: Sequence[TrainingSample],
+        plain: Sequence[Tensor],
+        window: int,
+        *,
+        only_seen: bool = False,
     ) -> list[Gaps]:
-        """Gaps of each sample in each row it appears in, by stratum."""
+        """Gaps of each sample in each row it appears in, by stratum; `only_seen`: of the passes with images."""
         found: list[Gaps] = []
         seen = [at for at, sample in enumerate(samples) if sample.images]
         for rows in _passes(layout, [len(sample.token_ids) for sample in samples], seen):
+            if only_seen and set(seen).isdisjoint(at for row in rows for at in row):
+                continue
             packed = self._collate(samples, rows)
             scores = self._scored(packed, layout)
             for place in packed.places:
@@ -300,11 +354,11 @@ class TrainerForward:
         self.model.train(was_training and not plain and not _has_dropout(self.model))
         try:
             ids = torch.from_numpy(packed.input_ids).to(self.model.device)
-            return row_logprobs(self._logits(packed, Layout.single if plain else layout), ids)
+            return row_logprobs(self._logits(packed, Layout.single if plain else layout, plain=plain), ids)
         finally:
             self.model.train(was_training)
 
-    def _logits(self, packed: PackedRows, layout: Layout) -> Tensor:
+    def _logits(self, packed: PackedRows, layout: Layout, *, plain: bool = False) -> Tensor:
         device = self.model.device
         ids = torch.from_numpy(packed.input_ids).to(device)
         given: dict[str, Any] = {}
@@ -318,21 +372,19 @@ class TrainerForward:
             given |= _boundaries(packed, device)
         if not packed.vision:
             return self.model(input_ids=ids, **given).logits
-        given |= self._vision(packed)
+        given |= self._vision(packed, plain=plain)
         image_token, types = self.model.config.image_token_id, torch.from_numpy(packed.token_types).to(device)
         written = (ids == image_token) & (types == 0)
         with self._looked_up(written, image_token):
             return self.model(input_ids=ids.masked_fill(written, self._pad_id), **given).logits
 
-    def _vision(self, packed: PackedRows) -> dict[str, Tensor]:
-        """Pixels and what belongs to them, of all images of these rows, and the type of each token."""
+    def _vision(self, packed: PackedRows, *, plain: bool) -> dict[str, Any]:
+        """All images of these rows, and the type of each token."""
+        assert self.features is not None
         order = [packed.vision[place.sample] for place in packed.places if place.sample in packed.vision]
-        found = {name: self._placed(values) for name, values in joined_tensors(order).items()}
-        return found | {name: self._placed(packed.token_types) for name in self._type_names}
-
-    def _placed(self, values: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(values).to(self.model.device)
-        return tensor.to(self.model.dtype) if tensor.is_floating_point() else tensor
+        reuses = self._reuses_features and not plain and self._vision_is_frozen()
+        found = self.features.arguments(order) if reuses else self.features.pixels(order)
+        return found | {name: placed(packed.token_types, self.model, torch) for name in self._type_names}
 
     def _positions(self, packed: PackedRows, ids: Tensor) -> Tensor:
         """Positions from 0 in every sample: [R, L], or [4, R, L] for a model with three position axes.
@@ -349,9 +401,11 @@ class TrainerForward:
             if vision is None:
                 continue
             at = (place.row, slice(place.start, place.start + place.length))
-            arrays = vision.tensors | {"mm_token_type_ids": packed.token_types[at][None]}
             # Only what is needed: the pixels would be read from disk and copied to the device once more.
-            given = {name: self._placed(np.array(values)) for name, values in arrays.items() if name in known}
+            arrays = vision.named(known)
+            if "mm_token_type_ids" in known:
+                arrays["mm_token_type_ids"] = packed.token_types[at][None]
+            given = {name: placed(values, self.model, torch) for name, values in arrays.items()}
             planes[(slice(1, 4), *at)] = self._rope_index(ids[at][None], **given)[0][:, 0]
         return planes
 

@@ -6,26 +6,23 @@
             …                             # loss, optimiser step
             rollouts.publish(model)       # the workers load these weights
 
-- This process is the run's trainer: there is one at a time, and `sluice status` shows it.
+- This process is the run's trainer: there is one at a time, and `sluice status` shows it. Its Session runs in a thread
+  (session_thread.py).
 - A batch from `batches` is finished by the next `publish` or `done`, never before: if the process is killed in between,
   the batch comes again. A finished one never does, wherever the process is killed.
-- A thread owns the Session: its event loop, heartbeat and claim to the trainer's role. One request runs at a time, and
-  to completion even if its caller is interrupted. Whatever ends the session (the role is taken over, the broker stays
-  away) is raised by the call in progress and by every later one.
+- They finish what the loop has seen, not what was fetched for it: a batch that an interrupted `batches` took is given
+  again, and behind a loader, which may fetch ahead, the loop names what it has trained.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import shutil
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TypedDict, TypeVar, cast
+from typing import Any, NoReturn, TypedDict
 
 import numpy as np
 import torch
@@ -36,26 +33,17 @@ from transformers import PreTrainedModel
 from sluice.consumers.pack import IGNORED
 from sluice.consumers.samples import blind, letter
 from sluice.consumers.tasks.codec import HFTextCodec
-from sluice.consumers.training.checkpoint import TrainerState, read_state, write_state
+from sluice.consumers.training.checkpoint import TrainerState, write_state
 from sluice.consumers.training.forward import Layout, TrainerForward
-from sluice.consumers.training.images import IMAGE_FAILED, SampleImages, joined_tensors, pixels_of, token_type_names
+from sluice.consumers.training.images import IMAGE_FAILED, SampleImages, pixels_of, token_type_names
 from sluice.consumers.training.model import model_class, probe_of, probe_tokens, stage
 from sluice.consumers.training.proximal import proximal_of
-from sluice.consumers.training.session import Session, Weights
-from sluice.consumers.training.trackers import Trackers
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.consumers.training.session import Fence, Session, Weights
+from sluice.consumers.training.session_thread import SessionThread
 from sluice.pipeline.config import Config, load_config
-from sluice.pipeline.errors import (
-    ConfigError,
-    DataError,
-    DeadlineExceeded,
-    ModelError,
-    SluiceError,
-    TaskError,
-    first_cause,
-)
+from sluice.pipeline.errors import ConfigError, DataError, ModelError, TaskError
+from sluice.pipeline.images.processor import joined_tensors
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.weights.versions import newest_number
 from sluice.pipeline.wire.messages import TrainingSample
 
@@ -63,12 +51,7 @@ _ONE = (
     "only one process may read a run's batches, so that each is delivered once; use DataLoader(…, batch_size=None, "
     "num_workers=0): they are prepared outside this process anyway"
 )
-T = TypeVar("T")
-_ACQUIRE_S = 20.0  # the claim of a killed trainer expires after 5
-_RELEASE_S = 5.0
-_POLL_S = 0.5
 _REASON = re.compile("[a-z][a-z0-9_]{0,39}")
-_Request = tuple[Callable[[Session], Awaitable[Any]], "Future[Any]"]
 
 
 class Batch(TypedDict):
@@ -171,6 +154,8 @@ class Rollouts:
         self._seen = frozenset(seen)
         self._thread = SessionThread(self.config, self._seen)
         self._complete = self._proved = False
+        self._out: list[frozenset[str]] = []  # ids of each batch that the loop was given, until they are finished
+        self._ahead = False  # the loop may not have seen the last one yet
         self.version = -1  # of the newest weights; set by __enter__
 
     def __enter__(self) -> Rollouts:
@@ -192,9 +177,9 @@ class Rollouts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self._thread.alive and (left := self._thread.call(lambda one: _value(one.unfinished))):
+        if kind is None and self._thread.alive and (left := self._thread.call(lambda one: _value(one.given))):
             get_logger().warning(
-                "delivered but not finished by publish or done; they will be delivered again", samples=left
+                "delivered but not finished by publish or done; they will be delivered again", samples=len(left)
             )
         self._thread.stop()
         if kind is None and not self._complete:
@@ -205,15 +190,22 @@ class Rollouts:
         """Directory of the newest version, to start or resume from: it includes everything that `publish` finished."""
         return self._root / f"v{number:06d}" if (number := newest_number(self._root)) >= 0 else self._source
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self, *, ahead: bool = False) -> Iterator[Batch]:
         """Batches of `producer.samples_per_version` samples, fewer in the last one, until the run ends.
 
-        Waits for at most `trainer.batch_wait_s`, then raises DeadlineExceeded.
+        Waits for at most `trainer.batch_wait_s`, then raises DeadlineExceeded. `ahead`: something between this iterator
+        and your loop may fetch more than the loop has seen, so `publish` and `done` don't guess: with several batches
+        out they must be told which to finish.
         """
         while not self._complete:
-            taken = self._thread.call(lambda session: session.take())
+            known = frozenset[str]().union(*self._out)
+            taken = self._thread.call(lambda session, known=known: _take(session, known))
             if samples := self._seeable(taken):
-                yield self._tensors(samples)
+                batch = self._tensors(samples)
+                self._ahead = ahead or (self._ahead and bool(self._out))
+                # Nothing between this line and the yield may be interrupted: from here on the loop has the batch.
+                self._out = [*self._out, frozenset(batch["seq_ids"])]
+                yield batch
             elif taken:
                 continue
             elif self._thread.call(lambda session: session.complete()):
@@ -240,16 +232,21 @@ class Rollouts:
             get_logger().warning("not verified: only a transformers model can be", given=type(model).__name__)
         self._proved = True
 
-    def publish(self, model: Any, *, metrics: Mapping[str, float] | None = None) -> int:
-        """Make `model` the next weight version, then finish the samples taken so far; returns its number.
+    def publish(
+        self, model: Any, *, metrics: Mapping[str, float] | None = None, seq_ids: Iterable[str] | None = None
+    ) -> int:
+        """Make `model` the next weight version and finish the batches given so far; returns its number.
 
         `model`: a transformers model, or a directory that its `save_pretrained` wrote. `metrics` go to the run's
-        metrics.jsonl and status, next to those of the rollouts; TaskError for one that isn't a number. The first call
-        proves the model (see `prove`).
+        metrics.jsonl and status, next to those of the rollouts; TaskError for one that isn't a number. `seq_ids`:
+        finish only these samples; required behind a loader that may have fetched more than the loop has seen. The
+        first call proves the model (see `prove`).
         """
-        record = _numbers(metrics)
+        record, finishes = _numbers(metrics), self._finishes(seq_ids)
         if not self._proved:
             self.prove(model)
+        # Only after a call that was interrupted: when it ends, it removes what is staged.
+        self._thread.call(lambda session: session.check_owner())
         staged = stage(model, self._source, self._root)
         try:
             probe = self._probe_tokens(model)
@@ -259,9 +256,9 @@ class Rollouts:
             raise
         # The session owns it from here on: an interrupted call doesn't delete it.
         weights = Weights(staged, probe, score)
-        complete = self._thread.call(lambda session: _publish(session, weights, record))
+        complete = self._thread.call(lambda session: _publish(session, weights, record, finishes))
         self.version = newest_number(self._root)
-        self._end_if(complete)
+        self._finished(finishes, complete)
         return self.version
 
     def drop(self, seq_ids: Iterable[str], reason: str, detail: str = "") -> None:
@@ -275,13 +272,33 @@ class Rollouts:
         letters = {seq_id: letter(seq_id, reason, detail) for seq_id in seq_ids}
         self._thread.call(lambda session: _value(session.drop(letters)))
 
-    def done(self, *, metrics: Mapping[str, float] | None = None) -> None:
-        """Finish the samples taken so far without a version: your own checkpoint holds them, or nothing needs to.
+    def done(self, *, metrics: Mapping[str, float] | None = None, seq_ids: Iterable[str] | None = None) -> None:
+        """The same without a version: your own checkpoint holds these batches, or nothing needs to.
 
-        Decoding runs ahead by at most `producer.max_staleness` versions: without `publish` it stops.
+        Decoding continues with the newest version, which is further behind your weights after each such call.
         """
-        record = _numbers(metrics)
-        self._end_if(self._thread.call(lambda session: finish(session, record)))
+        record, finishes = _numbers(metrics), self._finishes(seq_ids)
+        self._finished(finishes, self._thread.call(lambda session: finish(session, record, finishes)))
+
+    def _finishes(self, seq_ids: Iterable[str] | None) -> frozenset[str]:
+        """What a call finishes: what it names, else every batch that the loop was given."""
+        given = frozenset[str]().union(*self._out)
+        if seq_ids is None:
+            if self._ahead and len(self._out) > 1:
+                raise TaskError(
+                    f"{len(self._out)} batches are out, and the loader may have fetched one ahead of your loop; name "
+                    "what your weights hold, as in publish(model, seq_ids=batch['seq_ids'])"
+                )
+            return given
+        named = frozenset(seq_ids)
+        if unknown := sorted(named - given):
+            raise TaskError(f"{unknown[0]}: not finished: it was not delivered, or is finished already")
+        return named
+
+    def _finished(self, seq_ids: frozenset[str], complete: bool) -> None:
+        self._out = [left for batch in self._out if (left := batch - seq_ids)]
+        if complete:
+            self._end()
 
     def _tensors(self, samples: list[TrainingSample]) -> Batch:
         try:
@@ -316,10 +333,6 @@ class Rollouts:
         vocabulary = int(config.get_text_config().vocab_size)
         return probe_tokens(vocabulary, self.config.weights.probe_tokens, self.config.seed)
 
-    def _end_if(self, complete: bool) -> None:
-        if complete:
-            self._end()
-
     def _end(self) -> None:
         """Nothing is left to train. `sluice run` ends with its trainer, and so does the broker it started."""
         self._complete = True
@@ -345,22 +358,28 @@ def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
         raise TaskError(f"metrics must be numbers ({error}); give one number per name") from error
 
 
-async def finish(session: Session, record: Mapping[str, float]) -> bool:
-    """Make the given samples a step without a version; returns whether the run is complete."""
-    await session.step(record)
-    await session.commit(lambda state: write_state(session.run_dir, state), publish=False)
+async def _take(session: Session, known: Collection[str]) -> list[TrainingSample]:
+    """What the session has given and the loop hasn't seen, because it was interrupted; else new samples."""
+    unseen = [sample for sample in session.given if sample.seq_id not in known]
+    return unseen or await session.take()
+
+
+async def finish(session: Session, record: Mapping[str, float], finishes: Collection[str] | None = None) -> bool:
+    """Make these samples, or all given ones, a step without a version; returns whether the run is complete."""
+    await session.step(record, finishes=finishes)
+    await session.commit(lambda state, fence: write_state(session.run_dir, state, fence), publish=False)
     return await session.complete()
 
 
-async def _publish(session: Session, weights: Weights, record: Mapping[str, float]) -> bool:
+async def _publish(session: Session, weights: Weights, record: Mapping[str, float], finishes: Collection[str]) -> bool:
     """The same with a version, from a staged directory that is removed afterwards."""
 
-    def save(state: TrainerState) -> Weights:
+    def save(state: TrainerState, _: Fence) -> Weights:  # durable with the version's files
         write_state(weights.directory, state)
         return weights
 
     try:
-        await session.step(record, empty=True)
+        await session.step(record, finishes=finishes, empty=True)
         await session.commit(save)
     finally:
         await asyncio.to_thread(shutil.rmtree, weights.directory, ignore_errors=True)
@@ -380,137 +399,7 @@ class RolloutDataset(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         if get_worker_info() is not None:
             raise ConfigError(_ONE)
-        return self._rollouts.batches()
+        return self._rollouts.batches(ahead=True)
 
     def __getstate__(self) -> NoReturn:  # spawned workers get a copy
         raise ConfigError(_ONE)
-
-
-class SessionThread:
-    """Open from the end of `start` to `stop`, or until `call` raises why it ended."""
-
-    def __init__(self, config: Config, seen: Iterable[str], images: SampleImages | None = None) -> None:
-        self._config, self._seen, self._images = config, seen, images
-        self._thread = threading.Thread(target=self._main, name="sluice-handoff", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[Any] | None = None
-        self._opened: Future[Any] = Future()
-        self._requests: asyncio.Queue[_Request | None] = asyncio.Queue()
-        self._stop = asyncio.Event()
-        self._error: BaseException | None = None
-        self._finished = False
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def start(self) -> None:
-        """Connect and claim the role; raises whatever prevents it."""
-        self._thread.start()
-        self._await(self._opened)
-
-    def call(self, work: Callable[[Session], Awaitable[T]]) -> T:
-        """Run it in the session's loop; raises what it raises, or what ended the session."""
-        answer: Future[Any] = Future()
-        self._post((work, answer))
-        return cast(T, self._await(answer))
-
-    def stop(self, *, finished: bool = False) -> None:
-        """Release the role and leave once the request in progress has ended; logs when that takes too long."""
-        self._finished = finished
-        if self._thread.is_alive() and self._loop is not None:
-            with contextlib.suppress(SluiceError):  # it ended meanwhile
-                self._post(None)
-        if self._thread.ident is not None:
-            self._thread.join(self._config.up.stop_grace_s)
-        if self._thread.is_alive():
-            get_logger().error("did not stop in time; abandoned", grace_s=self._config.up.stop_grace_s)
-
-    def check(self) -> None:
-        """Raise what ended the session, if anything did."""
-        if self._error is not None:
-            raise self._error
-
-    def _ask_to_stop(self) -> None:
-        self._stop.set()
-        if not self._opened.done() and self._task is not None:
-            self._task.cancel()  # it may wait a long time for the broker
-
-    def _post(self, request: _Request | None) -> None:
-        loop = self._loop
-        if loop is None or not self._thread.is_alive():
-            raise self._why()
-        try:
-            if request is None:
-                loop.call_soon_threadsafe(self._ask_to_stop)
-            loop.call_soon_threadsafe(self._requests.put_nowait, request)
-        except RuntimeError as error:  # the loop was closed in between
-            raise self._why() from error
-
-    def _await(self, answer: Future[Any]) -> Any:
-        while not wait([answer], _POLL_S).done:
-            if not self._thread.is_alive() and not answer.done():
-                raise self._why()
-        if answer.cancelled():
-            self._thread.join(_RELEASE_S)
-            raise self._why()
-        return answer.result()
-
-    def _why(self) -> BaseException:
-        return self._error or SluiceError(
-            "the rollouts are closed; open them again with `with Rollouts(…) as rollouts`"
-        )
-
-    def _main(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except BaseException as error:
-            self._error = first_cause(error)
-
-    async def _serve(self) -> None:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        name, trackers = default_name("trainer"), Trackers(self._config)
-        async with contextlib.AsyncExitStack() as scope:
-            role = await scope.enter_async_context(role_process(self._config, "trainer", name, self._stop))
-            await scope.enter_async_context(trackers)
-            owner = Ownership(role.client, role.keys, "trainer")
-            await _acquire(owner, role)
-            if self._images is not None:  # not before: another trainer may still be reading its own
-                await scope.enter_async_context(self._images)
-            keeping = role.spawn(owner.keep())
-            session = Session(role, owner, trackers, self._seen, self._images)
-            state = await asyncio.to_thread(read_state, session.run_dir)
-            is_new = newest_number(session.root) < 0
-            await session.open(state, Weights(Path(self._config.model.path)) if is_new else None)
-            self._opened.set_result(None)
-            while (request := await self._requests.get()) is not None:
-                await _answer(session, *request)
-            await session.close()
-            if self._images is not None:  # before the next trainer starts
-                await self._images.close()
-            if self._finished:
-                await cast("Awaitable[bool]", role.client.set(role.keys.state, "finished"))
-            keeping.cancel()  # otherwise its next claim could follow the release
-            await asyncio.wait({keeping}, timeout=_RELEASE_S)
-            async with asyncio.timeout(_RELEASE_S):
-                await owner.release()
-
-
-async def _acquire(owner: Ownership, role: Role) -> None:
-    try:
-        await owner.acquire(_ACQUIRE_S, role.status.waiting)
-    except DeadlineExceeded as error:
-        raise DeadlineExceeded(
-            f"{error}; is the run's own trainer running? `sluice run` and `up` start none with --set "
-            "trainer.external=true"
-        ) from error
-
-
-async def _answer(session: Session, work: Callable[[Session], Awaitable[Any]], answer: Future[Any]) -> None:
-    try:
-        answer.set_result(await work(session))
-    except asyncio.CancelledError:
-        answer.cancel()
-        raise
-    except BaseException as error:
-        answer.set_exception(error)

@@ -2,12 +2,12 @@
 
     sample.images ─▶ ImageStore ─▶ VisionProcessor ─▶ files below `directory` ─▶ inputs(sample), mapped into memory
 
-- Anything that can go wrong with an image goes wrong in `take`, before the step, and costs only its own sequence.
-- A disk, mount or server in trouble costs none: its images are tried again until the deadline, which is an error.
-- The worker stamped digests of the bytes it decoded; different bytes are an error.
-- Equal images in the same order (as in a group) are processed and written once. Pixels are in files, not in memory: a
-  step may have thousands of images, and the kernel drops mapped pages when memory is short.
-- Each process writes below a directory of its own: one that was replaced harms no file of its successor.
+- Every problem with an image shows up in `take`, before the step, and costs only its own sequence.
+- A failing disk, mount or server costs none: its images are retried until the deadline, which is an error.
+- The worker stamped the digest of the bytes it decoded; different bytes are an error.
+- Each image is processed and written once. Pixels are in files, not in memory: a step may have thousands of images, and
+  the kernel drops mapped pages when memory is short.
+- Each process writes to a separate directory, so a replaced process can't harm files of its successor.
 - `take`, `forget` and `close` belong to one event loop; `inputs` may be called from any thread.
 """
 
@@ -32,7 +32,7 @@ from sluice.consumers.samples import image_token_of
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DataError, DeadlineExceeded, RequestError, TaskError
 from sluice.pipeline.images.paths import SourceUnavailable
-from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
+from sluice.pipeline.images.processor import ProcessedImage, VisionInputs, VisionProcessor
 from sluice.pipeline.images.store import ImageStore
 from sluice.pipeline.images.writer import images_of_run
 from sluice.pipeline.logs import get_logger
@@ -41,47 +41,47 @@ from sluice.pipeline.wire.messages import ImageRef, TrainingSample
 IMAGE_FAILED = "image_failed"  # the reason of a sequence whose images can't be used
 _WRITTEN = -1  # not a token id
 _AT_ONCE = 8  # samples; the store bounds fetches and decodes
-_PAUSE_S = 0.5  # before an image whose source is in trouble is tried again
-_CLOSE_S = 10.0  # for what is being written or deleted
+_PAUSE_S = 0.5  # before an image is retried after its source failed
+_CLOSE_S = 10.0  # for writes and deletions in progress
 
 
 @dataclass(eq=False)
 class _Pixels:
-    """The tensors of one list of images on disk; deleted with its last sample."""
+    """One image whose tensors are on disk; deleted with its last sample."""
 
     directory: Path
+    image: ProcessedImage  # without tensors
     names: tuple[str, ...]
     cost: int
     users: int = 0
 
-    def tensors(self) -> dict[str, np.ndarray]:
-        """Read-only, mapped."""
-        return {name: np.load(self.directory / f"{name}.npy", mmap_mode="r") for name in self.names}
+    def mapped(self) -> ProcessedImage:
+        """With its tensors, read-only and mapped."""
+        tensors = {name: np.load(self.directory / f"{name}.npy", mmap_mode="r") for name in self.names}
+        return replace(self.image, tensors=tensors)
 
 
 @dataclass(eq=False)
 class _Held:
-    inputs: VisionInputs  # without tensors
-    pixels: _Pixels
-
-
-_Key = tuple[bytes, ...]
+    inputs: VisionInputs  # without images
+    pixels: list[_Pixels]
 
 
 class SampleImages:
     """Use as `async with`. Raises DataError from `take` if the directory can't be written."""
 
     def __init__(self, config: Config, processor: VisionProcessor, directory: Path) -> None:
-        """Files lie below `directory`, which `async with` empties: the caller is the only one that needs any there."""
+        """Files go below `directory`, which `async with` empties: nobody but the caller may need files there."""
         self.processor = processor
-        self.trouble = ""  # of the latest `take`: why an image is tried again
+        self.feature_bytes = config.images.cache_mb << 20
+        self.trouble = ""  # of the latest `take`: why an image is retried
         self._images, self._shared = images_of_run(config), directory
         self._directory = directory / secrets.token_hex(8)
         self._token_id = image_token_of(config.model)
         self._patch = _patch_size(Path(config.model.path))
         self._store: ImageStore | None = None
         self._decoded: WeakValueDictionary[bytes, Image.Image] = WeakValueDictionary()
-        self._pixels: dict[_Key, asyncio.Task[_Pixels]] = {}
+        self._pixels: dict[bytes, asyncio.Task[_Pixels]] = {}
         self._held: dict[str, _Held] = {}
         self._deleting: set[asyncio.Task[None]] = set()
         self._written = 0
@@ -103,15 +103,15 @@ class SampleImages:
         await self.close()
 
     async def take(self, samples: Sequence[TrainingSample], limit_s: float, *, patient: bool = True) -> dict[str, str]:
-        """Fetch and process the images of these samples; why one can't be used, by `seq_id`.
+        """Fetch and process the images of these samples; returns why a sample's can't be used, by `seq_id`.
 
-        Raises DeadlineExceeded if some aren't there after `limit_s`, which says nothing about them. What was taken
-        before is not taken again. Not `patient`: an image whose source is in trouble fails at once.
+        Raises DeadlineExceeded if some aren't ready after `limit_s`, which doesn't make them unusable. Samples already
+        taken aren't taken again. Not `patient`: an image fails as soon as its source does.
         """
         self.trouble = ""
         new = {one.seq_id: one for one in samples if one.images and one.seq_id not in self._held}
         gate = asyncio.Semaphore(_AT_ONCE)
-        self._prune()  # a write may have ended since, in an error
+        self._prune()  # a write may have failed since
         tasks = {seq_id: asyncio.create_task(self._take(sample, gate, patient)) for seq_id, sample in new.items()}
         if not tasks:
             return {}
@@ -133,7 +133,7 @@ class SampleImages:
                 raise error
         if late:
             raise DeadlineExceeded(
-                f"the images of {len(late)} of {len(tasks)} sequences were not here after {limit_s:g} s, e.g. of "
+                f"the images of {len(late)} of {len(tasks)} sequences were not ready after {limit_s:g} s, e.g. of "
                 f"{late[0]} ({self.trouble or 'still fetching or processing'}); check the disk or the image server, or "
                 "raise trainer.batch_wait_s if it is only slow"
             )
@@ -144,11 +144,11 @@ class SampleImages:
         if not sample.images:
             return None
         held = self._of(sample)
-        return replace(held.inputs, tensors=held.pixels.tensors())
+        return replace(held.inputs, images=tuple(pixels.mapped() for pixels in held.pixels))
 
     def cost(self, sample: TrainingSample) -> int:
         """Tokens of the vision tower."""
-        return self._of(sample).pixels.cost if sample.images else 0
+        return sum(pixels.cost for pixels in self._of(sample).pixels) if sample.images else 0
 
     def written(self, sample: TrainingSample) -> int:
         """The sample's placeholders outside its images: tokens the policy wrote."""
@@ -161,8 +161,14 @@ class SampleImages:
             held = self._held.pop(seq_id, None)
             if held is None:
                 continue
-            held.pixels.users -= 1
+            for pixels in held.pixels:
+                pixels.users -= 1
         self._prune()
+
+    async def deleted(self) -> None:
+        """Wait until the files of what was forgotten are gone."""
+        if self._deleting:
+            await asyncio.wait(self._deleting, timeout=_CLOSE_S)
 
     async def stop_fetching(self) -> None:
         """Close the image store; taken images stay."""
@@ -182,7 +188,7 @@ class SampleImages:
     def _of(self, sample: TrainingSample) -> _Held:
         held = self._held.get(sample.seq_id)
         if held is None:
-            raise TaskError(f"{sample.seq_id}: its images are not here: it was not taken, or is finished")
+            raise TaskError(f"{sample.seq_id}: its images are not loaded: it was not taken, or is finished")
         return held
 
     async def _take(self, sample: TrainingSample, gate: asyncio.Semaphore, patient: bool) -> None:
@@ -194,10 +200,12 @@ class SampleImages:
                 for fetch in fetches:  # the first failure is the sample's
                     fetch.cancel()
             made = await asyncio.to_thread(self._match, sample, images)
-            pixels = await self._kept(tuple(map(_key, sample.images)), made)
+            keyed = zip(map(_key, sample.images), made.images, strict=True)
+            pixels = await asyncio.gather(*(self._kept(key, image) for key, image in keyed))
         # No await from here on: a sample is kept completely or not at all.
-        pixels.users += 1
-        self._held[sample.seq_id] = _Held(replace(made, tensors={}), pixels)
+        for each in pixels:
+            each.users += 1
+        self._held[sample.seq_id] = _Held(replace(made, images=()), pixels)
 
     async def _image(self, ref: ImageRef, patient: bool) -> Image.Image:
         while True:
@@ -209,7 +217,8 @@ class SampleImages:
                 if not self.trouble:
                     get_logger().warning("images are not available; trying again", cause=str(error))
                 self.trouble = str(error)
-            await asyncio.sleep(_PAUSE_S)
+                pause_s = max(_PAUSE_S, error.after_s)
+            await asyncio.sleep(pause_s)
 
     async def _fetched(self, ref: ImageRef) -> Image.Image:
         if self._store is None:
@@ -222,16 +231,13 @@ class SampleImages:
         return image
 
     def _match(self, sample: TrainingSample, images: Sequence[Image.Image]) -> VisionInputs:
-        # Tokens the policy wrote are never placeholders, whatever their ids.
-        versions = sample.versions.expand() or [-1] * len(sample.token_ids)
-        ids = [_WRITTEN if by >= 0 else token for token, by in zip(sample.token_ids, versions, strict=True)]
         try:
-            return self.processor.match(ids, images)
+            return self.processor.match(given_ids(sample), images)
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # a model's own code
             raise RequestError(f"its images cannot be processed: {type(error).__name__}: {error}") from error
 
-    async def _kept(self, key: _Key, made: VisionInputs) -> _Pixels:
-        """The pixels on disk, written by the first sample that has them."""
+    async def _kept(self, key: bytes, made: ProcessedImage) -> _Pixels:
+        """The image's pixels on disk, written for the first sample that has it."""
         task = self._pixels.get(key)
         if task is None:
             self._written += 1
@@ -248,12 +254,12 @@ class SampleImages:
                 del self._pixels[key]
             if pixels is not None and not pixels.users:
                 unused.append(pixels.directory)
-        if unused:  # thousands of files on a shared disk: the loop has to renew this process's claims meanwhile
+        if unused:  # maybe thousands of files on a shared disk; the loop must renew this process's claims meanwhile
             deleting = asyncio.create_task(asyncio.to_thread(_delete, unused))
             self._deleting.add(deleting)
             deleting.add_done_callback(self._deleting.discard)
 
-    def _write(self, directory: Path, made: VisionInputs) -> _Pixels:
+    def _write(self, directory: Path, made: ProcessedImage) -> _Pixels:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for name, values in made.tensors.items():
@@ -263,7 +269,7 @@ class SampleImages:
             raise DataError(
                 f"{directory}: the pixels of a step cannot be written ({error}); make room on the disk of run_dir"
             ) from error
-        return _Pixels(directory, tuple(made.tensors), vision_tokens(made, self._patch))
+        return _Pixels(directory, replace(made, tensors={}), tuple(made.tensors), vision_tokens(made, self._patch))
 
     def _empty(self) -> None:
         """Delete files that a killed trainer left behind."""
@@ -290,35 +296,18 @@ def _key(ref: ImageRef) -> bytes:
     return ref.sha256.encode() if ref.sha256 else msgspec.msgpack.encode(ref)
 
 
-def vision_tokens(inputs: VisionInputs, patch: int) -> int:
+def given_ids(sample: TrainingSample) -> list[int]:
+    """Its token ids without those the policy wrote, which are never placeholders, whatever their ids."""
+    versions = sample.versions.expand() or [-1] * len(sample.token_ids)
+    return [_WRITTEN if by >= 0 else token for token, by in zip(sample.token_ids, versions, strict=True)]
+
+
+def vision_tokens(image: ProcessedImage, patch: int) -> int:
     """Tokens of the vision tower: one per patch."""
-    grid, pixels = inputs.tensors.get("image_grid_thw"), inputs.tensors.get("pixel_values")
+    grid, pixels = image.tensors.get("image_grid_thw"), image.tensors.get("pixel_values")
     if grid is not None:
         return int(grid.prod(-1).sum())
     return 0 if pixels is None else int(pixels.size // (3 * patch * patch))
-
-
-def joined_tensors(inputs: Sequence[VisionInputs]) -> dict[str, np.ndarray]:
-    """The forward arguments of all their images, in order; new arrays.
-
-    Processors stack images on the first axis, or on the second, behind a batch of one. Images of different sizes are
-    padded with 0, as those processors do within a prompt.
-    """
-    names = dict.fromkeys(name for each in inputs for name in each.tensors)
-    axis = int(any(each.tensors["pixel_values"].ndim == 5 for each in inputs if "pixel_values" in each.tensors))
-    return {name: _joined([each.tensors[name] for each in inputs if name in each.tensors], axis) for name in names}
-
-
-def _joined(parts: Sequence[np.ndarray], axis: int) -> np.ndarray:
-    shape = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
-    shape[axis] = sum(part.shape[axis] for part in parts)
-    whole, start = np.zeros(shape, dtype=parts[0].dtype), 0
-    for part in parts:
-        at = [slice(size) for size in part.shape]
-        at[axis] = slice(start, start + part.shape[axis])
-        whole[tuple(at)] = part
-        start += part.shape[axis]
-    return whole
 
 
 def token_type_names(model: Any) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -162,8 +163,8 @@ def stage(model: Any, source: Path, root: Path) -> Path:
     `model` has `save_pretrained` (transformers), or is the directory of a saved model. Raises ModelError for anything
     else, and for tensors that the run's model, `source`, doesn't have.
     """
-    aside = root / f".v-staged.{os.getpid()}.tmp"  # left by a killed process, deleted by the next publish
-    shutil.rmtree(aside, ignore_errors=True)
+    # What a killed process leaves is deleted by the next publish.
+    aside = root / f".v-staged.{secrets.token_hex(8)}.tmp"
     aside.mkdir(parents=True)
     if isinstance(model, str | os.PathLike):
         if not Path(model).is_dir():

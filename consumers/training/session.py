@@ -18,7 +18,6 @@ Each sample is trained or dropped exactly once, wherever the process is killed:
 | before the ack                         | acks what the state lists; a batch acked twice is counted once       |
 | before the version is registered       | registers it                                                         |
 
-The ack comes before the version: dropped samples return their credit before the version grants more.
 A sample whose images can't be used (gone, changed, undecodable) is dropped as it is taken. Images that can't be
 reached drop nothing: at the deadline `take` raises, and the batch comes again.
 """
@@ -29,7 +28,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +36,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from sluice.consumers.samples import HAS_IMAGES, blind, letter
-from sluice.consumers.training.checkpoint import TrainerState
+from sluice.consumers.training.checkpoint import TrainerState, remove_unfinished_states
 from sluice.consumers.training.images import IMAGE_FAILED, SampleImages
 from sluice.consumers.training.step_log import StepRecords
 from sluice.consumers.training.trackers import Trackers
@@ -69,17 +68,25 @@ class Weights:
     score: float | None = None
 
 
-Save = Callable[[TrainerState], Weights | None]  # makes a state durable; returns its weights if it becomes a version
+Fence = Callable[[], None]  # raises LeaseLost if the trainer was replaced; for a thread
+# Makes a state durable, with the fence right before its rename; returns its weights if it becomes a version.
+Save = Callable[[TrainerState, Fence], Weights | None]
 
 
-@dataclass
+@dataclass(eq=False)
 class Taken:
     """A batch as read from the stream."""
 
     entry_id: str
     num_samples: int
-    fresh: list[TrainingSample]  # neither trained nor dropped before
+    fresh: list[TrainingSample]  # neither trained nor dropped so far
+    repeats: frozenset[str] = frozenset()  # ids that an earlier batch has brought, and that weren't finished then
     letters: list[DeadLetter] = field(default_factory=list)  # for the dropped ones
+
+    def without(self, seq_ids: Collection[str]) -> Taken:
+        """A copy with fewer fresh samples."""
+        fresh = [sample for sample in self.fresh if sample.seq_id not in seq_ids]
+        return Taken(self.entry_id, self.num_samples, fresh, self.repeats, list(self.letters))
 
 
 class Session:
@@ -106,10 +113,21 @@ class Session:
         self._records = StepRecords(role, trackers, self.run_dir)
         self._unread: deque[Entry] = deque()
         self._next: list[Taken] = []  # taken, but not enough yet to return
-        self._given: list[Taken] = []  # returned, but not part of a step yet
+        self._given: list[Taken] = []  # returned, and not finished: some of it isn't part of a step yet
         self._given_at = time.monotonic()
         self._published: tuple[int, float | None] | None = None  # newest version of this process, its probe's score
+        self._publish_s: float | None = None  # checkpoint and publication of that version
+        self._committed = True  # False: a step, or the rest of a commit that failed behind the ack, waits for `commit`
         self.state = TrainerState()  # of the steps in memory
+
+    async def claim_files(self) -> None:
+        """Remove what a predecessor is still writing; before reading what to continue from.
+
+        It checks its claim right before it renames. If it is paused in between until another trainer has started, there
+        is nothing left to rename.
+        """
+        await self._owner.confirm()
+        await asyncio.to_thread(remove_unfinished_states, self.run_dir)
 
     async def open(self, state: TrainerState, weights: Weights | None) -> None:
         """Continue from a durable state; first finishes what an earlier process left half done.
@@ -120,7 +138,7 @@ class Session:
         self._role.status.waiting(WaitKind.VERSIONS)
         self.state = state
         if not await recognise(client, keys, self.run_dir):
-            await begin_again(client, self._config, self.run_dir, state.version, f"step {state.step}")
+            await begin_again(client, keys, self.run_dir, state.version, f"step {state.step}")
         latest = await self._registry.latest()
         if latest and not state.version and versions.newest_number(self.root) < 0:
             raise WeightsError(
@@ -132,6 +150,7 @@ class Session:
             manifest = await self._write_version(weights, state)
         await self._ack()
         await self._register(manifest, weights)
+        await self._owner.confirm()
         await asyncio.to_thread(self._records.resume, state.step, state.recent)
         self._unread.extend(await self._reader.open())
         self._role.status.waiting(None)
@@ -140,12 +159,13 @@ class Session:
         """`producer.samples_per_version` samples; fewer at the end of the run, none when it is over or at a stop."""
         wanted, limit_s = self._config.producer.samples_per_version, self._config.trainer.batch_wait_s
         until, dry = time.monotonic() + limit_s, False
-        if not self.unfinished and any(each.letters for each in self._given):
-            await self._end_dropped()
+        if not self.given and any(each.letters for each in self._given):
+            await self._end_dropped(self._given)
+            self._given = []
         # What is dropped counts too: it holds credit, so waiting for others in its place might never end.
         while sum(len(each.fresh) + len(each.letters) for each in self._next) < wanted and not self._role.stop.is_set():
             if not self._unread:
-                self._role.status.waiting(WaitKind.BATCHES, count=self.unfinished or None)
+                self._role.status.waiting(WaitKind.BATCHES, count=len(self.given) or None)
                 dry = await self._source_is_dry()  # checked first: anything handed off before this is read below
                 self._unread.extend(await self._reader.read(_READ, block_ms=1 if dry else 200))
             if self._unread:
@@ -174,71 +194,100 @@ class Session:
         if unknown:
             raise TaskError(f"{unknown[0]}: not dropped: it was not delivered, or is finished")
         for each in self._given:
-            each.letters += [letters[sample.seq_id] for sample in each.fresh if sample.seq_id in letters]
-            each.fresh = [sample for sample in each.fresh if sample.seq_id not in letters]
+            dropped = {sample.seq_id for sample in each.fresh} & letters.keys()
+            each.letters += [letters[seq_id] for seq_id in sorted(dropped | (each.repeats & letters.keys()))]
+            each.fresh = each.without(letters).fresh
         self.state.remember_dropped(letters.values())
         self._forget_images(letters)
 
     async def step(
-        self, record: Mapping[str, float], samples: Sequence[TrainingSample] | None = None, *, empty: bool = False
+        self,
+        record: Mapping[str, float],
+        samples: Sequence[TrainingSample] | None = None,
+        *,
+        finishes: Collection[str] | None = None,
+        empty: bool = False,
     ) -> bool:
         """Make the returned samples one step of the weights, which waits for `commit`.
 
-        `samples`: as trained, if that differs from what was returned. False if all of them were dropped: the weights
-        contain nothing from it, so it is acked at once; with `empty` it's a step all the same.
+        `samples`: as trained, if that differs from what was returned. `finishes`: of what was returned, only these ids;
+        the rest stays as it is. A batch is acked with the last of its samples.
+
+        False if nothing is left to train, so there is no step; what was dropped is acked at once. With `empty` it's a
+        step all the same. A retry, of which every sample is part of a step already, makes no other one.
         """
-        if not self._given and self.uncommitted:
-            return True  # a retry: the first commit failed, and its steps are waiting for it
+        chosen = {sample.seq_id for sample in self.given}
+        if finishes is not None:
+            chosen &= set(finishes)
+        whole, rest = self._split(chosen)
+        if not chosen and not whole and (finishes or not self._committed):
+            return True
         if samples is None:
-            samples = [sample for each in self._given for sample in each.fresh]
-        letters = [each for taken in self._given for each in taken.letters]
+            samples = [sample for sample in self.given if sample.seq_id in chosen]
+        letters = [each for taken in whole for each in taken.letters]
         after = replace(self.state, step=self.state.step + 1)
         await self._owner.confirm()
-        if letters and not samples and not empty:
-            await self._end_dropped()
+        if not samples and not empty:
+            await self._end_dropped(whole)
+            self._given = rest
             return False
-        after.take([(each.entry_id, each.num_samples, each.letters) for each in self._given])
+        after.take([(each.entry_id, each.num_samples, each.letters) for each in whole])
         after.samples += len(samples)
         after.tokens += sum(len(sample.token_ids) for sample in samples)
         after.remember([sample.seq_id for sample in samples])
         values = training_metrics.reduce([sample.metrics for sample in samples])
         values |= {"train/step_s": time.monotonic() - self._given_at, **record}
+        if self._publish_s is not None:
+            values["train/publish_s"] = self._publish_s
         values |= after.count(values)
-        await self._writing(self._records.write, after.step, after.version, samples, values)
+        await self._writing(self._records.write, after.step, after.version, samples, values, self._fence())
         self._records.note(after.step, after.version, samples, letters)
         await self._records.show(after.step, values)
-        self._forget_images(sample.seq_id for each in self._given for sample in each.fresh)
-        self.state, self._given = after, []
+        self._forget_images(chosen)
+        self.state, self._given, self._committed = after, rest, False
+        self._given_at = time.monotonic()
         self._show()
         return True
 
-    async def _end_dropped(self) -> None:
-        """All that was given is dropped: there's no step, and nobody waits for one to free its credit."""
-        get_logger().warning("all samples of a step were dropped; no update", batches=len(self._given))
-        letters = [each for taken in self._given for each in taken.letters]
+    def _split(self, finished: Collection[str]) -> tuple[list[Taken], list[Taken]]:
+        """The given batches of which nothing is left once these ids are finished, and the rest of the others."""
+        left = [one.without(finished) for one in self._given]
+        unfinished = {sample.seq_id for one in (*left, *self._next) for sample in one.fresh}
+        whole = [one for one in left if not one.fresh and one.repeats.isdisjoint(unfinished)]
+        return whole, [one for one in left if one not in whole]
+
+    async def _end_dropped(self, taken: Sequence[Taken]) -> None:
+        """All that these batches gave is dropped: there's no step, and nobody waits for one to free their credit."""
+        if not taken:
+            return
+        letters = [each for one in taken for each in one.letters]
+        if letters:
+            get_logger().warning("all samples of a step were dropped; no update", batches=len(taken))
         self._records.note(self.state.step + 1, self.state.version, [], letters)
         if self.uncommitted:  # one of them may repeat what a kill would undo
-            self.state.take([(each.entry_id, each.num_samples, each.letters) for each in self._given])
+            self.state.take([(each.entry_id, each.num_samples, each.letters) for each in taken])
         else:
-            await self._ack_taken(self._given, stepped=False)
-        self._given = []
+            await self._ack_taken(taken)
 
     async def commit(self, save: Save, *, publish: bool = True) -> None:
         """Make the steps since the last commit durable with `save`, and ack their batches.
 
         With `publish` the weights that `save` returns become the next version; its state has that number.
         """
+        started = time.monotonic()
         await self._owner.confirm()
         state = replace(self.state)
         if publish:  # not always the next number: see next_number
             state.version = await self._registry.next_number(state.version, self.root)
-        weights = await self._writing(save, state)
+        weights = await self._writing(save, state, self._fence())
         manifest = await self._write_version(weights, state) if weights else None
         self.state = state
         await asyncio.to_thread(self._records.known.durable, state.step)
         await self._ack()
         if manifest is not None:
             await self._register(manifest, weights)
+            self._publish_s = time.monotonic() - started
+        self._committed = True
         self._show()
 
     @contextlib.asynccontextmanager
@@ -260,14 +309,14 @@ class Session:
         await self._records.close()
 
     @property
-    def unfinished(self) -> int:
-        """Returned samples that are part of no step."""
-        return sum(len(each.fresh) for each in self._given)
+    def given(self) -> list[TrainingSample]:
+        """What was returned, and is neither part of a step nor dropped."""
+        return [sample for each in self._given for sample in each.fresh]
 
     @property
     def uncommitted(self) -> bool:
         """Whether there are steps that are not durable and acked."""
-        return bool(self.state.unacked)
+        return bool(self.state.unacked) or not self._committed
 
     async def complete(self) -> bool:
         """Whether nothing is left to train."""
@@ -288,10 +337,10 @@ class Session:
 
     def _cause(self) -> str:
         """What `take` is waiting for."""
-        return wait_text(Wait(kind=WaitKind.BATCHES, count=self.unfinished or None))
+        return wait_text(Wait(kind=WaitKind.BATCHES, count=len(self.given) or None))
 
     def _overdue(self, waited_s: float) -> str:
-        if self.unfinished:
+        if self.given:
             return f"{waited_s:.0f} s without {self._cause()}"
         return f"no training batch for {waited_s:.0f} s: are workers and consumers alive? See `sluice status`"
 
@@ -304,7 +353,11 @@ class Session:
             raise MessageError(f"{self._role.keys.batches} {entry.entry_id}: {error}") from error
         ids, dropped = {sample.seq_id for sample in batch.samples}, self.state.dropped
         in_hand = {sample.seq_id for each in (*self._next, *self._given) for sample in each.fresh} & ids
-        known = self._records.known.known(ids) | (self._seen & ids) | in_hand
+        finished = self._records.known.known(ids)
+        if seen := sorted((self._seen & ids) - finished - in_hand - dropped.keys()):
+            await self._writing(self._records.adopt, self.state.step, seen)
+            self.state.remember(seen)
+        known = finished | set(seen) | in_hand
         new = [sample for sample in batch.samples if sample.seq_id not in known and sample.seq_id not in dropped]
         again = [letter(one, dropped[one], "dropped by the trainer before") for one in sorted(ids & dropped.keys())]
         unseen = await self._without_images(new)
@@ -313,7 +366,7 @@ class Session:
         fresh = [sample for sample in new if sample.seq_id not in unseen]
         self.state.remember_dropped(unseen.values())
         self._records.note(self.state.step + 1, self.state.version, [], list(unseen.values()))
-        taken = Taken(entry.entry_id, len(batch.samples), fresh, again + list(unseen.values()))
+        taken = Taken(entry.entry_id, len(batch.samples), fresh, frozenset(in_hand), again + list(unseen.values()))
         if fresh or in_hand:  # a repeat is acked with the original
             self._next.append(taken)
         elif known and self.uncommitted:  # it may repeat something that a kill would undo
@@ -321,7 +374,7 @@ class Session:
         else:
             if not unseen:
                 get_logger().warning("batch already finished; acked only", batch=batch.batch_id)
-            await self._ack_taken([taken], stepped=not unseen)  # the broker lost the first count along with the ack
+            await self._ack_taken([taken])  # the broker lost the first count along with the ack
         return True
 
     async def _without_images(self, samples: Sequence[TrainingSample]) -> dict[str, DeadLetter] | None:
@@ -356,7 +409,7 @@ class Session:
             step=state.step,
             published_at=time.time(),
         )
-        return await self._writing(versions.write_version, weights.directory, self.root, manifest)
+        return await self._writing(versions.write_version, weights.directory, self.root, manifest, self._fence())
 
     async def _register(self, manifest: WeightVersion, weights: Weights | None) -> None:
         latest, retention = await self._registry.latest(), self._config.weights.retention
@@ -365,6 +418,10 @@ class Session:
             await asyncio.to_thread(versions.retire, self.root, manifest.version, retention)
             get_logger().info("published", version=manifest.version, digest=manifest.digest[:12])
         self._published = (manifest.version, weights.score) if weights else None
+
+    def _fence(self) -> Fence:
+        loop = asyncio.get_running_loop()
+        return lambda: asyncio.run_coroutine_threadsafe(self._owner.confirm(), loop).result()
 
     async def _writing(self, write: Callable[..., T], *args: Any) -> T:
         async with self.guarding_files():
@@ -376,14 +433,12 @@ class Session:
             await self._ack_pairs(state.unacked, state.unacked_drops)
         state.unacked, state.unacked_drops = [], {}
 
-    async def _ack_taken(self, taken: Sequence[Taken], *, stepped: bool) -> None:
+    async def _ack_taken(self, taken: Sequence[Taken]) -> None:
         pairs = [(each.entry_id, each.num_samples) for each in taken]
-        await self._ack_pairs(pairs, {each.entry_id: each.letters for each in taken}, stepped=stepped)
+        await self._ack_pairs(pairs, {each.entry_id: each.letters for each in taken})
 
-    async def _ack_pairs(
-        self, pairs: list[tuple[str, int]], drops: Mapping[str, Sequence[DeadLetter]], *, stepped: bool = True
-    ) -> None:
+    async def _ack_pairs(self, pairs: list[tuple[str, int]], drops: Mapping[str, Sequence[DeadLetter]]) -> None:
         await self._records.flush()
         scripts, keys, owner = self._role.scripts, self._role.keys, self._owner
-        await ack_batches(scripts, keys, owner.key, owner.nonce, pairs, drops, stepped=stepped)
+        await ack_batches(scripts, keys, owner.key, owner.nonce, pairs, drops)
         self._reader.release([entry_id for entry_id, _ in pairs])

@@ -21,6 +21,7 @@ from sluice.consumers.training.losses import expected_coordinates, geometry_loss
 from sluice.consumers.training.model import freeze_vision
 from sluice.consumers.training.policy_loss import PolicyTerm, temperature_rows
 from sluice.pipeline.config.types import PolicyConfig, TrainerConfig
+from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.wire.messages import TrainingSample
 
 
@@ -53,6 +54,11 @@ class TrainStep:
             weight_decay=config.weight_decay,
             fused=True,
         )
+
+    @property
+    def features(self) -> ImageFeatures | None:
+        """What the vision tower has computed, and how often; None if there are no images."""
+        return self._forward.features
 
     def prove(self) -> Proof:
         """The start-up proof of the forward pass (see forward.py). Raises ModelError."""

@@ -1,6 +1,7 @@
 """The record that each optimiser step leaves for people.
 
-    metrics.jsonl, trained.jsonl                                  a line per step
+    metrics.jsonl, trained.jsonl                                  a line per step; ids that a loop's own checkpoint
+                                                                  held have one more
     rollouts/step-000012.msgpack                                  TrainingBatch, the samples as trained;
                                                                   the newest `trainer.keep_rollouts` steps
     history, trackers, the numbers in `sluice status`
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -139,15 +140,34 @@ class StepRecords:
         self.known.open(step, recent)
         self._history.forget()
 
-    def write(self, step: int, version: int, samples: Sequence[TrainingSample], values: Mapping[str, float]) -> None:
-        """Write the files of one step from weights of `version`, before it is durable."""
+    def write(
+        self,
+        step: int,
+        version: int,
+        samples: Sequence[TrainingSample],
+        values: Mapping[str, float],
+        fence: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write the files of one step from weights of `version`, before it is durable.
+
+        `fence` is called before the lines, and may raise to prevent them.
+        """
         if self._written == step:  # an earlier attempt failed
             self.resume(step - 1)
         self._written = step
         self._kept.save(step, samples)
+        fence()
         self._metrics.append(step, version=version, at=time.time(), **values)
         seq_ids = [sample.seq_id for sample in samples]
         self._trained.append(step, seq_ids=seq_ids)
+        self.known.add(step, seq_ids)
+
+    def adopt(self, step: int, seq_ids: Sequence[str]) -> None:
+        """Record as trained what the caller's own checkpoint holds; `step` is the newest one."""
+        if self._written > step:  # the lines of an attempt that failed: later ones would hide them from the next cut
+            self.resume(step)
+            self._written = step
+        self._trained.append(step, seq_ids=list(seq_ids))
         self.known.add(step, seq_ids)
 
     def note(self, step: int, version: int, samples: Sequence[TrainingSample], letters: Sequence[DeadLetter]) -> None:

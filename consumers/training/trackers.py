@@ -12,13 +12,13 @@
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 from uuid import uuid4
 
@@ -30,43 +30,10 @@ from sluice.pipeline.files import write_atomic
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.codec import read_json
 
-_CLOSE_S = 15.0
-_NETWORK_S = 60.0
-_MOST_QUEUED = 10_000
+_CLOSE_S, _NETWORK_S, _MOST_QUEUED = 15.0, 60.0, 10_000
+_TRACKERS = ("tensorboard", "wandb", "trackio")
 
-Steps = Iterator[tuple[int, dict[str, float]]]
-
-
-def _tensorboard(directory: Path, config: Config, steps: Steps) -> None:
-    """Event files in <run_dir>/<run>/tensorboard; the first step purges later events of an earlier process."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    first = next(steps)
-    with SummaryWriter(str(directory / "tensorboard"), purge_step=first[0]) as writer:
-        for step, record in chain([first], steps):
-            for key, value in record.items():
-                writer.add_scalar(key, value, step)
-            writer.flush()
-
-
-def _wandb(directory: Path, config: Config, steps: Steps) -> None:
-    """W&B; with WANDB_MODE=offline it stays in <run_dir>/<run>/wandb."""
-    import wandb
-
-    settings = wandb.Settings(
-        console="off", silent=True, disable_git=True, init_timeout=_NETWORK_S, finish_timeout=_CLOSE_S
-    )
-    run = {"project": config.tracking.project, "name": config.run, "dir": str(directory), "settings": settings}
-    # Otherwise a step is held back until the next one.
-    _remote("wandb", directory, steps, lambda key: wandb.init(id=key, resume="allow", **run), commit=True)
-
-
-def _trackio(directory: Path, config: Config, steps: Steps) -> None:
-    """trackio, stored in TRACKIO_DIR."""
-    import trackio  # pyright: ignore[reportMissingImports]
-
-    project, run = config.tracking.project, config.run
-    _remote("trackio", directory, steps, lambda key: trackio.init(project=project, name=f"{run}-{key}", resume="allow"))
+Step = tuple[int, dict[str, float]]
 
 
 class Sent(msgspec.Struct):
@@ -84,55 +51,39 @@ def read_sent(path: Path) -> Sent:
         raise DataError(f"{error}; delete the file to make the tracker start another run") from error
 
 
-def _remote(name: str, directory: Path, steps: Steps, begin: Callable[[str], Any], **how: Any) -> None:
+def _to_tensorboard(directory: Path, steps: Iterator[Step]) -> None:
+    """Event files in <run_dir>/<run>/tensorboard; the first step purges later events of an earlier process."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    first = next(steps)
+    with SummaryWriter(str(directory / "tensorboard"), purge_step=first[0]) as writer:
+        for step, record in chain([first], steps):
+            for key, value in record.items():
+                writer.add_scalar(key, value, step)
+            writer.flush()
+
+
+def _to_run(name: str, config: Config, directory: Path, steps: Iterator[Step]) -> None:
+    """A run of W&B (with WANDB_MODE=offline in <run_dir>/<run>/wandb) or trackio (in TRACKIO_DIR)."""
     path = directory / "tracking" / f"{name}.json"
     sent = read_sent(path)
     write_atomic(path, msgspec.json.encode(sent))
-    run = begin(sent.id)
+    tracker: Any = import_module(name)
+    how: dict[str, Any] = {"project": config.tracking.project, "resume": "allow"}
+    if name == "wandb":
+        how |= {"id": sent.id, "name": config.run, "dir": str(directory)}
+        quiet = {"console": "off", "silent": True, "disable_git": True}
+        how["settings"] = tracker.Settings(**quiet, init_timeout=_NETWORK_S, finish_timeout=_CLOSE_S)
+    else:
+        how["name"] = f"{config.run}-{sent.id}"
+    run = tracker.init(**how)
+    commit = {"commit": True} if name == "wandb" else {}  # otherwise W&B holds a step back until the next one
     for step, record in steps:
         if step > sent.step:
-            run.log(record, step=step, **how)
+            run.log(record, step=step, **commit)
             sent.step = step
             write_atomic(path, msgspec.json.encode(sent))
     run.finish()
-
-
-_TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
-
-
-class _Feeder(threading.Thread):
-    """Feeds one tracker; any exception from the tracker ends it."""
-
-    def __init__(self, name: str, follow: Callable[[Steps], None]) -> None:
-        super().__init__(name=f"tracker-{name}", daemon=True)
-        self._tracker, self._follow, self._failed = name, follow, False
-        self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
-
-    def log(self, step: int, record: dict[str, float]) -> None:
-        if self._queue.qsize() >= _MOST_QUEUED:
-            self._give_up(f"it is {_MOST_QUEUED} steps behind")
-        if not self._failed:
-            self._queue.put((step, record))
-            if self.ident is None:
-                self.start()
-
-    def close(self, deadline_s: float) -> None:
-        if self.ident is not None and not self._failed:
-            self._queue.put(None)
-            self.join(deadline_s)
-            if self.is_alive():
-                self._give_up(f"it did not end within {deadline_s:.0f} s")
-
-    def run(self) -> None:
-        try:
-            self._follow(iter(self._queue.get, None))
-        except Exception as error:  # trackers may raise anything
-            self._give_up(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-
-    def _give_up(self, cause: str) -> None:
-        if not self._failed:
-            self._failed = True
-            get_logger().warning("tracking stopped; training continues", tracker=self._tracker, cause=cause)
 
 
 class Trackers:
@@ -142,24 +93,51 @@ class Trackers:
     """
 
     def __init__(self, config: Config, close_s: float = _CLOSE_S) -> None:
-        self._close_s, directory = close_s, Path(config.run_dir) / config.run
-        wanted = {name: follow for name, follow in _TRACKERS.items() if getattr(config.tracking, name)}
-        for name in wanted:
-            found = find_spec(name)
-            if found is None or found.origin is None:  # no origin: a folder with that name in the working directory
+        self._config, self._close_s = config, close_s
+        self._fed: dict[str, tuple[Thread, SimpleQueue[Step | None]]] = {}  # without those that failed
+        for name in _TRACKERS:
+            if not getattr(config.tracking, name):
+                continue
+            if getattr(find_spec(name), "origin", None) is None:  # a folder in the working directory has none
                 raise ConfigError(
                     f"tracking.{name} is true, but {name} is not installed: pip install 'sluice[{name}]', "
                     "or set it to false"
                 )
-        self._feeders = [_Feeder(name, partial(follow, directory, config)) for name, follow in wanted.items()]
+            steps: SimpleQueue[Step | None] = SimpleQueue()
+            self._fed[name] = Thread(target=self._feed, args=(name, steps), name=f"tracker-{name}", daemon=True), steps
 
     def log(self, step: int, record: dict[str, float]) -> None:
         """Returns at once: the trackers' threads do the work."""
-        for feeder in self._feeders:
-            feeder.log(step, dict(record))
+        for name, (thread, steps) in list(self._fed.items()):
+            steps.put((step, dict(record)))
+            if thread.ident is None:
+                thread.start()
+            if steps.qsize() > _MOST_QUEUED:
+                self._give_up(name, f"it is {_MOST_QUEUED} steps behind")
+
+    def _feed(self, name: str, queue: SimpleQueue[Step | None]) -> None:
+        directory, steps = Path(self._config.run_dir) / self._config.run, iter(queue.get, None)
+        try:
+            if name == "tensorboard":
+                _to_tensorboard(directory, steps)
+            else:
+                _to_run(name, self._config, directory, steps)
+        except Exception as error:  # trackers may raise anything
+            self._give_up(name, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+
+    def _give_up(self, name: str, cause: str) -> None:
+        if self._fed.pop(name, None):
+            get_logger().warning("tracking stopped; training continues", tracker=name, cause=cause)
 
     async def __aenter__(self) -> Trackers:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(*(asyncio.to_thread(feeder.close, self._close_s) for feeder in self._feeders))
+        await asyncio.gather(*(self._close(name, *fed) for name, fed in list(self._fed.items())))
+
+    async def _close(self, name: str, thread: Thread, steps: SimpleQueue[Step | None]) -> None:
+        steps.put(None)
+        if thread.ident is not None:
+            await asyncio.to_thread(thread.join, self._close_s)
+        if thread.is_alive():
+            self._give_up(name, f"it did not end within {self._close_s:.0f} s")

@@ -35,15 +35,16 @@ from sluice.consumers.training.distributed import Shard, sharding
 from sluice.consumers.training.images import SampleImages, pixels_of
 from sluice.consumers.training.model import load_policy, probe_score, probe_tokens
 from sluice.consumers.training.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
-from sluice.consumers.training.session import Session, Weights
+from sluice.consumers.training.session import Fence, Session, Weights
 from sluice.consumers.training.step import TrainStep
 from sluice.consumers.training.trackers import Trackers
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.rules import policy_warnings
 from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.scores import Scores
-from sluice.pipeline.run import provenance
+from sluice.pipeline.run import preflight, provenance
 from sluice.pipeline.run.gpu import use_free_gpu
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.status.snapshot import snapshot
@@ -92,6 +93,8 @@ class Trainer:
         return limit is not None and self._session.state.version >= limit
 
     async def _resume(self) -> None:
+        await self._session.claim_files()
+        self._refuse_other_loop()
         found = await asyncio.to_thread(checkpoint.newest, self._checkpoints)
         if found is None:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
@@ -103,12 +106,22 @@ class Trainer:
         await self._session.open(state, await asyncio.to_thread(self._weights, found))
         get_logger().info("resumed", step=state.step, version=state.version)
 
+    def _refuse_other_loop(self) -> None:
+        """Starting from an older checkpoint, or from none, would cut what that loop has trained from the records."""
+        state = checkpoint.of_own_loop(self._session.run_dir)
+        if state is not None:
+            raise ConfigError(
+                f"{state}: a training loop of your own has trained this run, and the built-in trainer can't continue "
+                "it: it has no optimiser state. Continue with that loop (trainer.external: true), or start a run of "
+                f"another name from its weights in {self._session.root} (--set run=NAME --model DIRECTORY)"
+            )
+
     def _weights(self, directory: Path) -> Weights:
         """The in-memory model's weights, as written to the directory."""
         return Weights(directory, self._probe, probe_score(self._step.model, self._probe))
 
     async def _train(self, taken: list[TrainingSample]) -> None:
-        session = self._session
+        session, taken_at = self._session, time.monotonic()
         samples = await self._fill(taken)
         if samples is None:
             return
@@ -117,6 +130,7 @@ class Trainer:
             started, number, version = time.monotonic(), session.state.step + 1, session.state.version
             record = await asyncio.to_thread(self._step.run, samples, number, version=version)
             record["train/step_s"] = time.monotonic() - started
+            record["train/score_s"] = started - taken_at
             record |= self._filler.record() if self._filler else {}
         if not await session.step(record, samples):
             return
@@ -140,9 +154,9 @@ class Trainer:
         await self._session.commit(self._save)
         checkpoint.prune(self._checkpoints, self._config.trainer.keep_checkpoints)
 
-    def _save(self, state: TrainerState) -> Weights:
+    def _save(self, state: TrainerState, fence: Fence) -> Weights:
         model, optimizer = self._step.model, self._step.optimizer
-        return self._weights(checkpoint.save(self._checkpoints, model, optimizer, state, self._source))
+        return self._weights(checkpoint.save(self._checkpoints, model, optimizer, state, self._source, fence))
 
 
 class OwnScores(Protocol):
@@ -257,6 +271,7 @@ async def train(config: Config) -> None:
 async def _train(config: Config, shard: Shard | None) -> None:
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.trainer.torch_threads)
+    preflight.model(config, needed=True)
     source = Path(config.model.path)
     trackers = Trackers(config)  # this early: if one isn't installed, fail before loading a model
     async with role_process(config, "trainer", default_name("trainer")) as role, trackers:

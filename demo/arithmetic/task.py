@@ -44,7 +44,12 @@ TASK = DemoTask(
     config_file="demo-arithmetic.yaml",
     metric="accuracy",
     metric_title="held-out accuracy",
-    rollouts=RolloutLine("rollout/reward_mean", "training rollouts, sampled"),
+    metric_meaning="the right number at the end; none of these problems is trained on",
+    rollouts=RolloutLine(
+        "rollout/reward_mean",
+        "training rollouts, sampled",
+        "sampled training rollouts; the share that is right",
+    ),
     num_heldout=300,
     max_new_tokens=96,
     mid_sequence=True,

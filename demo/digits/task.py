@@ -30,10 +30,15 @@ def _score(texts: Sequence[str], chosen: Sequence[Scene]) -> dict[str, float]:
 TASK = DemoTask(
     name="digits",
     title="reading handwritten digits",
-    config_file="demo.yaml",
+    config_file="demo-digits.yaml",
     metric="f1",
     metric_title="held-out F1",
-    rollouts=RolloutLine("rollout/f1", "training rollouts, boxes only"),
+    metric_meaning="right digit in a box with IoU ≥ 0.5; no training scene shows these digits",
+    rollouts=RolloutLine(
+        "rollout/f1",
+        "training rollouts, boxes only",
+        "sampled training rollouts: IoU ≥ 0.3, any digit",
+    ),
     num_heldout=200,
     max_new_tokens=64,
     mid_sequence=False,

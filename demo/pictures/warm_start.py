@@ -24,7 +24,9 @@ from sluice.demo.tiny.warm_start import Batch, OnProgress, Pair, Recipe, encode_
 class WarmStartSettings(tiny.WarmStartSettings):
     """The common settings, with this model's shape."""
 
-    num_steps: int = 200
+    num_steps: int = 112
+    batch_size: int = 16
+    learning_rate: float = 2e-3
     model: model.ModelSettings = field(default_factory=model.ModelSettings)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -25,6 +24,7 @@ from redis.sentinel import Sentinel
 from sluice.pipeline.broker.cluster import SlotPrimary
 from sluice.pipeline.broker.retry import (
     TRANSIENT,
+    Outage,
     PatientClusterPool,
     PatientPool,
     PatientSentinelPool,
@@ -144,8 +144,9 @@ def ping(config: BrokerConfig, run: str = "") -> dict[str, Any]:
             f"{url}: not a broker's URL; write redis://:password@host:6379/0, with %2F for / and %23 for #"
         ) from None
     except (RedisError, OSError) as error:
+        mend = "start it" if config.url else "if its run has ended, start one with `sluice broker` or `sluice up`"
         raise BrokerSilent(
-            f"{url}: the broker does not answer ({error}); start it, or set REDIS_URL to a running one"
+            f"{url}: the broker does not answer ({error}); {mend}, or set REDIS_URL to a running one"
         ) from error
     version = str(facts.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
@@ -176,13 +177,12 @@ def refuse_unsafe(config: BrokerConfig, facts: dict[str, Any]) -> None:
 
 async def wait_ready(config: BrokerConfig, run: str = "") -> dict[str, Any]:
     """`ping`, but waits for an unreachable broker as long as `connect` would."""
-    until = time.monotonic() + config.retry_for_s
-    said = False
+    outage, said = Outage(config.retry_for_s), False
     while True:
         try:
             return await asyncio.to_thread(ping, config, run)
         except BrokerSilent as error:
-            if time.monotonic() >= until:
+            if outage.is_too_long():
                 raise
             if not said:
                 get_logger().warning("waiting for the broker", error=str(error), at_most_s=config.retry_for_s)

@@ -10,6 +10,8 @@
 - It ends with the process that started it. Until then, a server that dies is restarted on the same port, with the same
   password and data; a failed restart is retried with backoff until the owner stops it.
 - One broker per directory: a second start joins the running one.
+- Once it has ended, commands that only read look at a copy of its data, served for as long as they take. Its files
+  aren't touched, and it may be started meanwhile.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Generator
@@ -29,10 +32,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import redis
 
 from sluice.pipeline.child_process import tethered
-from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.files import write_atomic
 from sluice.pipeline.logs import get_logger
@@ -78,6 +82,76 @@ def embedded_broker(config: BrokerConfig) -> Generator[str]:
             yield _join(directory)
             return
         yield from _serve(directory)
+
+
+@contextlib.contextmanager
+def stored_broker(config: Config) -> Generator[Config]:
+    """The configuration with a broker to read from: a copy of the embedded one, if that has ended and left its data.
+
+    Else the configuration as it is. Raises BrokerError if the copy can't be loaded.
+    """
+    directory = Path(config.broker.embedded_dir).resolve()
+    if config.broker.url or _is_served(directory) or not (files := _stored_files(directory)):
+        yield config
+        return
+    with tempfile.TemporaryDirectory(prefix="sluice-broker-") as place:
+        copy, password, port = Path(place), secrets.token_urlsafe(24), _free_port()
+        _copy(files, directory, copy)
+        settings = copy / "broker.conf"
+        text = _SETTINGS.format(port=port, directory=copy, password=password) + "auto-aof-rewrite-percentage 0\n"
+        write_atomic(settings, text, mode=0o600)
+        server = EmbeddedServer([find_server(), str(settings)], f"redis://:{password}@127.0.0.1:{port}/0", copy)
+        try:
+            server.start()
+            yield msgspec.structs.replace(config, broker=msgspec.structs.replace(config.broker, url=server.url))
+        finally:
+            server.stop()
+
+
+def is_stored(config: Config, found: Config) -> bool:
+    """Whether `stored_broker(config)` gave a copy."""
+    return config.broker.url != found.broker.url
+
+
+def is_running(config: Config) -> bool:
+    """Whether the embedded broker answers."""
+    return _is_served(Path(config.broker.embedded_dir).resolve())
+
+
+def stored_at(config: Config) -> float:
+    """Unix time of the last write of an embedded broker."""
+    directory = Path(config.broker.embedded_dir).resolve()
+    return max((file.stat().st_mtime for file in _stored_files(directory)), default=0.0)
+
+
+def _is_served(directory: Path) -> bool:
+    """Whether a broker runs there. The lock isn't tried: a start at that moment would be refused."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        url = str(json.loads((directory / "broker.json").read_text())["url"])
+        with redis.Redis.from_url(url, socket_timeout=2) as client:  # type: ignore[no-untyped-call]
+            return _probe(client) != "silent"
+    return False
+
+
+def _stored_files(directory: Path) -> list[Path]:
+    """The append-only files, whatever the server's release."""
+    return [*directory.glob("appendonlydir/*"), *directory.glob("appendonly.aof")]
+
+
+def _copy(files: list[Path], directory: Path, copy: Path) -> None:
+    """The base is never written, so that a link is enough; a server may repair the end of the last file."""
+    is_followed = any(".incr." in file.name for file in files)
+    try:
+        for file in files:
+            target = copy / file.relative_to(directory)
+            target.parent.mkdir(exist_ok=True)
+            if ".base." in file.name and is_followed:
+                with contextlib.suppress(OSError):  # another file system
+                    os.link(file, target)
+                    continue
+            shutil.copyfile(file, target)
+    except OSError as error:
+        raise BrokerError(f"{directory}: the broker's data can't be copied to {copy} ({error}); set TMPDIR") from error
 
 
 def _make_private(directory: Path) -> None:

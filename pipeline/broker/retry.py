@@ -60,6 +60,25 @@ _BACKOFF_CAP_S = 1.0
 _inside: ContextVar[bool] = ContextVar("inside a retried call", default=False)
 
 
+class Outage:
+    """How long an outage has lasted, asked after each failed attempt.
+
+    An attempt counts as half of the limit at most. After a pause of the whole process (SIGSTOP, a frozen container, a
+    laptop that slept) the attempt that was under way has timed out, and says nothing about the broker.
+    """
+
+    def __init__(self, at_most_s: float) -> None:
+        self._left_s, self._most_s = at_most_s, at_most_s / 2
+        self._asked = time.monotonic()
+
+    def is_too_long(self) -> bool:
+        """Whether the attempts so far took the whole limit."""
+        now = time.monotonic()
+        self._left_s -= min(now - self._asked, self._most_s)
+        self._asked = now
+        return self._left_s <= 0
+
+
 class UntilRetry(Retry):
     """Retries until a deadline."""
 
@@ -76,7 +95,7 @@ class UntilRetry(Retry):
     ) -> Any:
         """The answer of `do`, or its last transient error at the deadline. The last two arguments are redis-py 8's."""
         for_s = 0 if _inside.get() else self._for_s
-        until = time.monotonic() + for_s
+        outage = Outage(for_s)
         token = _inside.set(True)
         failures, call = 0, object()
         try:
@@ -89,7 +108,7 @@ class UntilRetry(Retry):
                     counted = functools.partial(_counted, fail, failures + 1) if with_failure_count else fail
                     await self._after(error, counted)
                     full = _is_full(error)
-                    if time.monotonic() >= until:
+                    if outage.is_too_long():
                         if full and for_s > 0:
                             raise _too_long(error, for_s) from error
                         raise

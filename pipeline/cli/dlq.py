@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 from rich.table import Table
 from rich.text import Text
 
-from sluice.pipeline.cli.options import ConfigPath, Json, Overrides
+from sluice.pipeline.cli.options import ConfigPath, Json, Overrides, reading
 from sluice.pipeline.terminal import Console, escaped, print_json, say
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def list_letters(
     from sluice.pipeline.config import load_config
     from sluice.pipeline.queue import dead_letters
 
-    found = dead_letters.listing(load_config(config, overrides), job=job, reason=reason, limit=limit, dropped=dropped)
+    with reading(load_config(config, overrides)) as settings:
+        found = dead_letters.listing(settings, job=job, reason=reason, limit=limit, dropped=dropped)
     _print_listing(found, as_json=as_json, dropped=dropped)
     return 0
 
@@ -69,7 +70,9 @@ def show(
     from sluice.pipeline.config import load_config
     from sluice.pipeline.queue import dead_letters
 
-    _print_letter(dead_letters.letter(load_config(config, overrides), seq_id, dropped=dropped), as_json=as_json)
+    with reading(load_config(config, overrides)) as settings:
+        found = dead_letters.letter(settings, seq_id, dropped=dropped)
+    _print_letter(found, as_json=as_json)
     return 0
 
 

@@ -7,7 +7,9 @@ from sluice.pipeline.terminal import say
 
 
 def doctor(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Json = False) -> int:
-    """Check Python, engine, broker, configuration, model and data, and say how to fix what is wrong.
+    """Check Python, engine, broker, configuration, model, data and task, and say how to fix what is wrong.
+
+    Your own functions are imported, and tried on the first rows, in a child process.
 
     Exit code 0 when every check passes, else that of the first failed one: 2 configuration, 3 data, 4 broker,
     5 model, 1 any other.

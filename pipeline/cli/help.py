@@ -115,7 +115,7 @@ HEADINGS: dict[str, tuple[str, ...]] = {
     "Run": ("run", "up", "generate"),
     "Look": ("status", "top", "dashboard", "dlq", "audit"),
     "Roles, one process each": (*(role.command for role in ROLES.values() if not role.is_onlooker), "broker"),
-    "Tools": ("config", "data", "rollout", "guard", "export", "bench", "env", "completion"),
+    "Tools": ("config", "data", "task", "rollout", "guard", "export", "bench", "env", "completion"),
 }  # fmt: skip
 
 _LAST = "Tools"

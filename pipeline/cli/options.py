@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import time
+from collections.abc import Generator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+if TYPE_CHECKING:
+    from sluice.pipeline.config import Config
+
 ConfigPath = Annotated[
-    Path | None, Parameter(name=["--config", "-c"], help="The run's YAML file. Without it, every key has its default.")
+    Path | None,
+    Parameter(
+        name=["--config", "-c"],
+        help="YAML file, or the name of an installed one, such as text; by default every key has its default.",
+    ),
 ]
 """The run's YAML file."""
 
@@ -28,6 +39,20 @@ Json = Annotated[
 ]
 """The object has `schema_version`; what else is said goes to stderr."""
 
+
+@contextlib.contextmanager
+def reading(config: Config) -> Generator[Config]:
+    """For a command that only reads: the run's broker, or what an embedded one that has ended stored last."""
+    from sluice.pipeline.broker.embedded import is_stored, stored_at, stored_broker
+    from sluice.pipeline.terminal import complain
+
+    with stored_broker(config) as found:
+        if is_stored(config, found):
+            clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored_at(config)))
+            complain(f"the run's broker has ended; this is what it stored last, at {clock}")
+        yield found
+
+
 DryRunFlag = Annotated[
     bool,
     Parameter(
@@ -41,3 +66,18 @@ DryRunFlag = Annotated[
 DryRunJson = Annotated[
     bool, Parameter(name="--json", negative="", show_default=False, help="With --dry-run: one JSON object on stdout.")
 ]
+
+RewardOption = Annotated[
+    str | None,
+    Parameter(
+        name="--reward",
+        help="Your reward function, my_rewards.py:score or package.module:score; turns the policy loss on "
+        "(docs/tasks.md).",
+    ),
+]
+"""The same as `--set rollout_matching.reward=…`."""
+
+
+def rewarded(reward: str | None) -> list[str]:
+    """What `--reward` overrides."""
+    return [] if reward is None else [f"rollout_matching.reward={json.dumps(reward)}"]

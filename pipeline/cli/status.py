@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from sluice.pipeline.cli.options import ConfigPath, Json, Overrides
+from sluice.pipeline.cli.options import ConfigPath, Json, Overrides, reading
 from sluice.pipeline.terminal import say
 
 Why = Annotated[
@@ -34,6 +34,7 @@ def status(
     With `--why` it looks twice, one second apart, and says whether the run makes progress, and for each thing that
     blocks it what waits for what, since when, and what to do. Exit code 0 when the run is healthy or complete, 1 when
     it is stuck or about to be, 4 when the broker doesn't answer. It only reads, and needs no space in the broker.
+    After the end of a run with an embedded broker it shows what that stored last, and so do `top` and `dlq list`.
 
     `--json` prints all of it as one object, with `stalls`, up to 20 leases (the oldest first), and with `--why` also
     `verdict`. `--health` is for container health checks.
@@ -49,14 +50,15 @@ def status(
     settings = load_config(config, overrides)
     if health is not None:
         return 0 if report.is_healthy(report.look(settings), health) else 1
-    if not why:
-        now = report.look(settings)
-        if as_json:
-            print_json(report.as_json(now))
-        else:
-            say(report.as_text(now))
-        return 0
-    found = diagnosis.look_twice(settings)
+    with reading(settings) as settings:
+        if not why:
+            now = report.look(settings)
+            if as_json:
+                print_json(report.as_json(now))
+            else:
+                say(report.as_text(now))
+            return 0
+        found = diagnosis.look_twice(settings)
     if as_json:
         print_json(report.why_json(found))
     else:
@@ -85,10 +87,12 @@ def top(*, config: ConfigPath = None, overrides: Overrides = (), once: Once = Fa
     if once:
         from sluice.pipeline.top.panels import print_once
 
-        print_once(settings)
+        with reading(settings) as settings:
+            print_once(settings)
         return
     from sluice.pipeline.broker import connection
     from sluice.pipeline.top.app import TopApp
 
-    connection.broker_url(settings.broker)  # an error here is one line; on the screen it would be a wait
-    TopApp(settings).run()
+    with reading(settings) as settings:
+        connection.broker_url(settings.broker)  # an error here is one line; on the screen it would be a wait
+        TopApp(settings).run()

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from sluice.pipeline.cli.options import ConfigPath, DryRunFlag, DryRunJson, Overrides
+from sluice.pipeline.cli.options import ConfigPath, DryRunFlag, DryRunJson, Overrides, RewardOption, rewarded
 from sluice.pipeline.errors import ConfigError
-from sluice.pipeline.terminal import say
+from sluice.pipeline.terminal import complain, say
 
 
 def up(
     *,
     config: ConfigPath = None,
     workers: Annotated[int | None, Parameter(help="Decode workers; the same as --set worker.count=N.")] = None,
+    reward: RewardOption = None,
     overrides: Overrides = (),
     dry_run: DryRunFlag = False,
     as_json: DryRunJson = False,
@@ -25,12 +27,15 @@ def up(
     Without REDIS_URL and broker.url it starts an embedded broker too. It starts gateways and rollout servers
     where `gateway.count` and `rollout_server.count` say so. It says first where its files, logs and servers are.
 
+    Nothing starts before the checks of `--dry-run` pass: one message names every problem, and the exit code is that
+    of the first.
+
     Exit code 130 after Ctrl-C or SIGTERM; run the same command again to continue.
 
     Example: `sluice up -c configs/text.yaml --workers 4`
     Example: `sluice up -c configs/text.yaml --dry-run`
     """
-    return start("up", config, list(overrides), workers, dry_run=dry_run, as_json=as_json)
+    return start("up", config, [*overrides, *rewarded(reward)], workers, dry_run=dry_run, as_json=as_json)
 
 
 def run(
@@ -41,22 +46,27 @@ def run(
         Path | None, Parameter(help="JSONL or Parquet: rows of messages, with the truth where it is known.")
     ] = None,
     workers: Annotated[int | None, Parameter(help="Decode workers; the same as --set worker.count=N.")] = None,
+    reward: RewardOption = None,
     overrides: Overrides = (),
     dry_run: DryRunFlag = False,
     as_json: DryRunJson = False,
 ) -> int:
     """Decode, match and train on your own prompts, from first row to last.
 
-    It starts what `sluice up` starts, with a model and data named on the command line. Run it again to continue
-    where it stopped.
+    It starts what `sluice up` starts, with a model and data named on the command line, once the checks of `--dry-run`
+    pass. Run it again to continue where it stopped.
 
     Exit code 130 after Ctrl-C or SIGTERM; run the same command again to continue.
 
     Example: `sluice run -c configs/text.yaml --model ./my-model --data prompts.jsonl`
+    Example: `sluice run -c configs/rewards.yaml --model ./my-model --data prompts.jsonl --reward my_rewards.py:score`
     Example: `sluice run -c configs/text.yaml --model ./my-model --data prompts.jsonl --dry-run`
     """
     paths = [f"{key}={value}" for key, value in (("model.path", model), ("data.path", data)) if value]
-    return start("run", config, [*overrides, *paths], workers, dry_run=dry_run, as_json=as_json)
+    return start("run", config, [*overrides, *paths, *rewarded(reward)], workers, dry_run=dry_run, as_json=as_json)
+
+
+_SAY_AFTER_S = 1.5
 
 
 def start(
@@ -71,13 +81,22 @@ def start(
     settings = load_config(config, overrides)
     if workers is not None:
         settings = with_workers(settings, workers)
-    if not dry_run:
-        return run_stack(settings, title=f"sluice {command} · {settings.run}")
-
+    from sluice.pipeline.run import preflight
     from sluice.pipeline.run.dry_run import as_text, rehearse
     from sluice.pipeline.terminal import print_json
 
-    found = rehearse(settings, command, str(config or "defaults"))
+    patience = threading.Timer(_SAY_AFTER_S, complain, ("checking model, rows and task before anything starts …",))
+    patience.start()
+    try:
+        found = rehearse(settings, command, str(config or "defaults"), apart=not dry_run)
+    finally:
+        patience.cancel()
+    if not dry_run:
+        preflight.refuse(found.checks)
+        for check in found.checks:
+            if check.is_note:
+                complain(f"note: {check.says}")
+        return run_stack(settings, title=f"sluice {command} · {settings.run}")
     if as_json:
         print_json(found)
     else:

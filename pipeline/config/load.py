@@ -1,6 +1,6 @@
 """Read a configuration: `--set` > the listed environment variables > YAML > defaults.
 
-- An unknown key is an error that names the file, the path and the nearest valid key.
+- An unknown key is an error that names the file, the path and the nearest valid key; all errors are reported at once.
 - Override values are parsed as YAML, so `--set trainer.learning_rate=1e-3` is a number; so are those of the environment
   that are no text.
 - The YAML is safe, and two habits of YAML 1.1 are off: `1e-4` is a number, and a duplicate key is an error. Aliases
@@ -9,9 +9,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
@@ -21,7 +22,7 @@ import yaml
 
 from sluice.pipeline.config import rules, suggest
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.errors import ConfigError, as_one
 from sluice.pipeline.wire.codec import MAX_DEPTH, no_plain_value
 
 ENVIRONMENT = {
@@ -50,22 +51,48 @@ def load_config(
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """The resolved configuration; raises ConfigError with file, path and remedy."""
-    tree = _read(Path(path)) if path else {}
+    """The resolved configuration; raises ConfigError with file, path and remedy of everything that is wrong."""
+    tree, problems = _read(Path(path)) if path else {}, list[str]()
     origin = str(path) if path else "defaults"
     for name, dotted in ENVIRONMENT.items():
         if text := (os.environ if environ is None else environ).get(name):
-            where = f"environment variable {name}"
-            value = _value_alone(dotted, text, where) if dotted.startswith(_PARSED) else text
-            _put(tree, dotted, value, where)
+            with _collected(problems):
+                _put_variable(tree, name, dotted, text)
     for item in overrides:
-        dotted, sep, text = item.partition("=")
-        if not sep:
-            raise ConfigError(f"--set {item!r}: write it as --set path.to.key=value")
-        _put(tree, dotted.strip(), parse_yaml(text, f"--set {item}"), f"--set {item}")
-    _adopt_custom_subtree(tree, origin)
-    suggest.refuse_unknown_keys(Config, tree, origin)
-    return _checked(tree, origin)
+        with _collected(problems):
+            _override(tree, item)
+    with _collected(problems):
+        _adopt_custom_subtree(tree, origin)
+    with _collected(problems):
+        _adopt_reward(tree, origin)
+    for problem, mapping, key in list(suggest.unknown_keys(Config, tree)):
+        problems.append(f"{origin}: {problem}")
+        mapping.pop(key, None)  # an alias stands in several places
+    config = _converted(tree, origin, problems)
+    if problems:  # a rule between keys would judge the defaults of those that are wrong
+        raise ConfigError(as_one(problems))
+    rules.check(config, origin)
+    return config
+
+
+@contextlib.contextmanager
+def _collected(problems: list[str]) -> Generator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        problems.append(str(error))
+
+
+def _put_variable(tree: dict[str, Any], name: str, dotted: str, text: str) -> None:
+    where = f"environment variable {name}"
+    _put(tree, dotted, _value_alone(dotted, text, where) if dotted.startswith(_PARSED) else text, where)
+
+
+def _override(tree: dict[str, Any], item: str) -> None:
+    dotted, sep, text = item.partition("=")
+    if not sep:
+        raise ConfigError(f"--set {item!r}: write it as --set path.to.key=value")
+    _put(tree, dotted.strip(), parse_yaml(text, f"--set {item}"), f"--set {item}")
 
 
 def resolved_yaml(config: Config, *, secrets: bool = False) -> str:
@@ -105,30 +132,51 @@ def _is_secret(name: str) -> bool:
     return _SECRET.search(unquote(name)) is not None
 
 
-def _checked(tree: dict[str, Any], origin: str) -> Config:
-    try:
-        config = msgspec.convert(tree, Config)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: {_readable(str(error))}") from error
-    rules.check(config, origin)
-    return config
+def _converted(tree: dict[str, Any], origin: str, problems: list[str]) -> Config:
+    """Adds each value of the wrong type to the problems; such a key is left out."""
+    while True:
+        try:
+            return msgspec.convert(tree, Config)
+        except msgspec.ValidationError as error:  # it names the first
+            problems.append(f"{origin}: {_readable(str(error))}")
+            if not _without(tree, str(error)):
+                return Config()
+
+
+def _without(tree: dict[str, Any], message: str) -> bool:
+    """Remove the key that msgspec complains of; false if it names none."""
+    place = re.search(r" - at `\$([^`\[]*)", message)
+    *above, key = place[1].split(".") if place else [""]
+    node: Any = tree
+    for part in above[1:]:
+        node = cast("dict[str, Any]", node).get(part) if isinstance(node, dict) else None
+    if not (key and isinstance(node, dict) and key in node):
+        return False
+    del node[key]
+    return True
 
 
 def _value_alone(dotted: str, text: str, where: str) -> Any:
     """A number or flag of the environment; what is wrong with it names the variable."""
     tree: dict[str, Any] = {}
     _put(tree, dotted, parse_yaml(text, where), where)
-    _checked(tree, where)
+    problems: list[str] = []
+    config = _converted(tree, where, problems)
+    if problems:
+        raise ConfigError(as_one(problems))
+    rules.check(config, where)
     return parse_yaml(text, where)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if path.parts[:1] == ("configs",) and not path.exists() and (_PACKAGE / path).exists():
-        path = _PACKAGE / path  # `-c configs/text.yaml` works wherever sluice is installed
+    path = path if path.is_file() else _shipped(path)
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give an existing YAML file") from error
+        names = [file.stem for file in _CONFIGS.glob("*.yaml")]
+        near = suggest.nearest(path.stem, names)
+        meant = f"did you mean {near!r}?" if near else f"installed ones: {', '.join(sorted(names))}"
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give an existing YAML file; {meant}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
     tree = parse_yaml(text, str(path))
@@ -137,6 +185,13 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: the top level must be a mapping of sections, got {type(tree).__name__}")
     return cast("dict[str, Any]", tree)
+
+
+def _shipped(path: Path) -> Path:
+    """`-c text` and `-c configs/text.yaml` work wherever sluice is installed; else the path as it is."""
+    name = path.name if path.suffix == ".yaml" else f"{path.name}.yaml"
+    is_name = path.parent == Path("configs") or len(path.parts) == 1
+    return _CONFIGS / name if is_name and (_CONFIGS / name).is_file() else path
 
 
 def _put(tree: dict[str, Any], dotted: str, value: Any, origin: str) -> None:
@@ -167,29 +222,59 @@ def _adopt_custom_subtree(tree: dict[str, Any], origin: str) -> None:
     tree["rollout_matching"] = extra.pop("rollout_matching")
 
 
+def _adopt_reward(tree: dict[str, Any], origin: str) -> None:
+    """`rollout_matching.reward` turns `policy.enabled` on, and is a task of its own where none is named."""
+    matching: Any = tree.get("rollout_matching")
+    if not isinstance(matching, dict) or matching.get("reward") is None:  # pyright: ignore[reportUnknownMemberType]
+        return
+    policy: Any = tree.setdefault("policy", {})
+    if not isinstance(policy, dict):  # refused with all else that is no mapping
+        return
+    matching, policy = cast("dict[str, Any]", matching), cast("dict[str, Any]", policy)
+    if policy.get("enabled") is False:
+        raise ConfigError(
+            f"{origin}: policy.enabled is false, and rollout_matching.reward needs it: rewards train through the "
+            "policy loss alone; remove policy.enabled, which the reward turns on, or the reward"
+        )
+    policy.setdefault("enabled", True)
+    matching.setdefault("task", "reward")
+
+
 def _readable(message: str) -> str:
     """msgspec's "Expected `int`, got `str` - at `$.a.b`" with the path first."""
     text, sep, where = message.partition(" - at `$.")
     return f"{where.rstrip('`')}: {text}" if sep else text
 
 
-_PACKAGE = Path(__file__).parents[2]
+_CONFIGS = Path(__file__).parents[2] / "configs"
 _MOST_CHARS = 1 << 20
 _MOST_VALUES = 100_000
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys."""
+    """SafeLoader that lists duplicate keys."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.twice: list[str] = []
+        self._checked: set[int] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Each mapping comes by here, perhaps as part of another, before keys are merged into it (`<<`)."""
+        if id(node) not in self._checked:
+            self._checked.add(id(node))
+            self._list_twice([key for key, _ in node.value if key.tag != _MERGE])
+        super().flatten_mapping(node)
+
+    def _list_twice(self, keys: list[yaml.Node]) -> None:
         seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = cast(Any, self).construct_object(key_node, deep=True)
+        for node in keys:
+            key = cast(Any, self).construct_object(node, deep=True)
             if key in seen:
-                mark = key_node.start_mark
-                raise ConfigError(f"key {key!r} is given twice (line {mark.line + 1}); remove one of them")
+                mark = node.start_mark
+                self.twice.append(f"key {key!r} is given twice (line {mark.line + 1}); remove one of them")
             seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
@@ -211,6 +296,7 @@ def parse_yaml(text: str, origin: str) -> Any:
             return None
         _measure(node, set(), {})
         value = loader.construct_document(node)
+        twice: list[str] = loader.twice
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from error
     except (yaml.YAMLError, ValueError, RecursionError, TypeError, OverflowError) as error:
@@ -218,6 +304,8 @@ def parse_yaml(text: str, origin: str) -> Any:
     finally:
         if loader is not None:
             loader.dispose()
+    if twice:
+        raise ConfigError(as_one([f"{origin}: {one}" for one in twice]))
     if problem := no_plain_value(value, ""):
         raise ConfigError(f"{origin}: {problem}")
     return value

@@ -7,23 +7,33 @@ from ipaddress import IPv6Address
 from math import inf
 
 from sluice.pipeline.config.types import Config, RepeatTerminateConfig
-from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.errors import ConfigError, as_one
 
 
 def check(config: Config, origin: str) -> None:
-    """Raise ConfigError at the first rule that does not hold."""
-    for checks in (
-        _identity, _numbers, _images, _flow, _policy_numbers, _scorer_counts, _policy_and_others, _rollouts,
+    """Raise ConfigError with every rule that does not hold."""
+    alone = (
+        _identity, _numbers, _images, _policy_numbers, _scorer_counts, _rewards, _rollouts,
         _what_a_rollout_server_takes, _history_and_servers,
-    ):  # fmt: skip
-        for holds, complaint in checks(config):  # later rules rely on earlier ones
-            if not holds:
-                raise ConfigError(f"{origin}: {complaint}")
-    check_guard(config.rollout_matching.repeat_terminate, origin, "rollout_matching.repeat_terminate")
+    )  # fmt: skip
+    found = [complaint for checks in alone for holds, complaint in checks(config) if not holds]
+    guard = config.rollout_matching.repeat_terminate
+    found += [f"rollout_matching.repeat_terminate.{complaint}" for complaint in _guard(guard)]
+    if not found:  # these divide by others, or compare with them
+        found = [
+            complaint for checks in (_flow, _policy_and_others) for holds, complaint in checks(config) if not holds
+        ]
+    if found:
+        raise ConfigError(as_one([f"{origin}: {complaint}" for complaint in found]))
 
 
 def check_guard(guard: RepeatTerminateConfig, origin: str, where: str = "repeat_terminate") -> None:
     """Raise ConfigError for thresholds that no guard can have; `where` is the subtree's place in `origin`."""
+    if found := [f"{origin}: {where}.{complaint}" for complaint in _guard(guard)]:
+        raise ConfigError(as_one(found))
+
+
+def _guard(guard: RepeatTerminateConfig) -> list[str]:
     run, size, keys = guard.max_consecutive_token_repeats, guard.ngram_size, guard.max_object_keys
     blocks = bool(size and size > 0 and guard.ngram_repeats >= 2)
     off = not (run and run > 0) and not blocks and keys is None
@@ -41,9 +51,7 @@ def check_guard(guard: RepeatTerminateConfig, origin: str, where: str = "repeat_
         ),
         (not (guard.enabled and off), "enabled is true, but every rule is off; set one of its thresholds"),
     )
-    for holds, complaint in checks:
-        if not holds:
-            raise ConfigError(f"{origin}: {where}.{complaint}")
+    return [complaint for holds, complaint in checks if not holds]
 
 
 def _identity(config: Config) -> list[tuple[bool, str]]:
@@ -91,6 +99,7 @@ def _images(config: Config) -> list[tuple[bool, str]]:
         "max_mb",
         "max_pixels",
         "max_per_prompt",
+        "tries",
         "store_mb",
         "fetch_timeout_s",
         "decode_timeout_s",
@@ -261,6 +270,40 @@ def _policy_and_others(config: Config) -> list[tuple[bool, str]]:
     ]
 
 
+REWARD_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}"
+MAX_REWARD_PARTS = 32  # of one run: each is a metric
+
+
+def _rewards(config: Config) -> list[tuple[bool, str]]:
+    """(holds, complaint) for each rule."""
+    matching, key = config.rollout_matching, "rollout_matching.reward"
+    timeout_s, terms = matching.reward_timeout_s, matching.reward
+    found = [
+        (0 < timeout_s < inf, f"rollout_matching.reward_timeout_s must be a finite number > 0, got {timeout_s}"),
+        (
+            matching.reward_concurrency >= 1,
+            f"rollout_matching.reward_concurrency must be >= 1, got {matching.reward_concurrency}",
+        ),
+        (
+            terms is None or config.policy.enabled,
+            f"{key} needs policy.enabled: rewards train through the policy loss alone; set it to true",
+        ),
+        (terms not in ("", ()), f"{key} names no function; write file.py:name, or remove it"),
+    ]
+    if not isinstance(terms, tuple):
+        return found
+    names = [term.name for term in terms]
+    found.append((len(terms) <= MAX_REWARD_PARTS, f"{key} has {len(terms)} entries; at most {MAX_REWARD_PARTS}"))
+    for at, term in enumerate(terms):
+        form = "1-48 letters, digits, '_', '.' or '-', beginning with a letter or digit"
+        found += [
+            (bool(re.fullmatch(REWARD_NAME, term.name)), f"{key}[{at}].name {term.name!r}: use {form}"),
+            (names.index(term.name) == at, f"{key}[{at}].name {term.name!r} is used twice; name them differently"),
+            (-inf < term.weight < inf, f"{key}[{at}].weight must be a finite number, got {term.weight}"),
+        ]
+    return found
+
+
 _LAST_PORT = 65_535
 
 
@@ -324,7 +367,9 @@ def _what_a_rollout_server_takes(config: Config) -> list[tuple[bool, str]]:
 def _history_and_servers(config: Config) -> list[tuple[bool, str]]:
     """(holds, complaint) each."""
     history, metrics, dashboard = config.history, config.metrics, config.dashboard
+    scan_s = config.preflight.max_s
     return [
+        (0 <= scan_s < inf, f"preflight.max_s must be a finite number >= 0, got {scan_s}"),
         (history.max_sequences >= 1, f"history.max_sequences must be >= 1, got {history.max_sequences}"),
         (history.max_mb >= 1, f"history.max_mb must be >= 1, got {history.max_mb}"),
         (0 <= metrics.port < 65_536, f"metrics.port must be in 0..65535, got {metrics.port}"),

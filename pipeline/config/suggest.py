@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any, cast, get_args, get_origin
 
 import msgspec
 
-from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.errors import ConfigError, as_one
 
 
 def nearest(word: str, choices: list[str]) -> str | None:
@@ -23,33 +24,40 @@ def did_you_mean(word: str, choices: list[str]) -> str:
 
 
 def refuse_unknown_keys(kind: type, tree: Any, origin: str, prefix: str = "") -> None:
-    """Walk a tree beside its Struct type; raises ConfigError at the first unknown key."""
-    if problem := unknown_key(kind, tree, prefix):
-        raise ConfigError(f"{origin}: {problem}")
+    """Walk a tree beside its Struct type; raises ConfigError with every unknown key."""
+    if problems := [f"{origin}: {problem}" for problem, _, _ in unknown_keys(kind, tree, prefix)]:
+        raise ConfigError(as_one(problems))
 
 
-def unknown_key(kind: type, tree: Any, prefix: str = "") -> str | None:
+def unknown_key(kind: type, tree: Any) -> str | None:
     """The first key of a tree that its Struct type does not have, and the nearest that it has; None where all fit."""
+    return next((problem for problem, _, _ in unknown_keys(kind, tree)), None)
+
+
+def unknown_keys(kind: type, tree: Any, prefix: str = "") -> Iterator[tuple[str, dict[Any, Any], Any]]:
+    """Each key of a tree that its Struct type does not have: the problem, the mapping with the key, and the key."""
     if not isinstance(tree, dict):
-        return None
+        return
+    tree = cast("dict[Any, Any]", tree)
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
-    for key, value in cast("dict[Any, Any]", tree).items():
+    for key, value in tree.items():
         if key not in fields:
-            return f"unknown key {prefix}{key}; {did_you_mean(str(key), list(fields))}"
-        child = _struct_of(fields[key])
+            yield f"unknown key {prefix}{key}; {did_you_mean(str(key), list(fields))}", tree, key
+            continue
+        items_are = _struct_of_items(fields[key])
+        child = items_are or _struct_of(fields[key])
         if child is None:
             continue
-        if get_origin(fields[key]) in (list, tuple):
+        if items_are is not None:
             items = cast("list[Any]", value) if isinstance(value, list | tuple) else []
             places = [(f"{prefix}{key}[{at}].", item) for at, item in enumerate(items)]
         elif isinstance(value, dict):
             places = [(f"{prefix}{key}.", cast("dict[Any, Any]", value))]
         else:
-            return f"{prefix}{key} must be a mapping, got {value!r:.60}; remove it or fill it in"
+            yield f"{prefix}{key} must be a mapping, got {value!r:.60}; remove it or fill it in", tree, key
+            continue
         for place, item in places:
-            if problem := unknown_key(child, item, place):
-                return problem
-    return None
+            yield from unknown_keys(child, item, place)
 
 
 def refuse_unknown_path(kind: type, parts: list[str], origin: str) -> None:
@@ -66,6 +74,14 @@ def refuse_unknown_path(kind: type, parts: list[str], origin: str) -> None:
             where = ".".join([*parts[:depth], part])
             raise ConfigError(f"{origin}: unknown key {where}; {did_you_mean(part, list(fields))}")
         at, free = _struct_of(fields[part]), get_origin(fields[part]) is dict
+
+
+def _struct_of_items(annotation: Any) -> type | None:
+    """The Struct of a list, even if it is one choice of several."""
+    for candidate in (annotation, *get_args(annotation)):
+        if get_origin(candidate) in (list, tuple):
+            return _struct_of(candidate)
+    return None
 
 
 def _struct_of(annotation: Any) -> type | None:

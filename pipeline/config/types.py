@@ -13,6 +13,8 @@ import msgspec
 
 from sluice.pipeline.wire.messages import SamplingParams
 
+BackendName = Literal["hf", "vllm"]
+
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every section; unknown keys are refused."""
@@ -65,7 +67,8 @@ class ImagesConfig(Section, frozen=True, kw_only=True):
     max_pixels: int = 40_000_000  # width x height, checked before decoding
     formats: tuple[ImageFormat, ...] = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # by content, not by name
     fetch_timeout_s: float = 20  # per URL, including retries
-    cache_mb: int = 64  # decoded images kept by a process; 0 = none
+    tries: int = 8  # of a decode job whose images can't be reached, with growing pauses (30 s at most); then it is dead
+    cache_mb: int = 64  # decoded images kept by a process; trainer and scorers: as much of vision features; 0 = none
     decode_timeout_s: float = 10  # per image; then the decoding process is killed
     decode_mb: int = 2048  # address space of a decoding process; an image that needs more is refused
     decode_processes: int = 2  # concurrent decoding processes; started with the first image
@@ -229,7 +232,7 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     """Decode workers; one process per engine."""
 
     count: int = 1  # processes that `up` and `run` start on this host
-    backend: Literal["hf", "vllm"] = "hf"  # hf: correctness first; vllm: fast
+    backend: BackendName = "hf"  # hf: correctness first; vllm: fast
     fallback_backend: Literal["hf"] | None = None  # for jobs that `backend` can't decode; None: they fail
     vllm: VllmEngineOptions = VllmEngineOptions()
     logprobs_mode: Literal["raw", "processed"] = "raw"  # processed: at the sampling temperature; hf only
@@ -269,10 +272,21 @@ class RepeatTerminateConfig(Section, frozen=True, kw_only=True):
     object_key_prefix: str = '"object_'  # text that max_object_keys counts, however it is split into tokens
 
 
+class RewardTerm(Section, frozen=True, kw_only=True):
+    """One of several reward functions: {name, fn, weight}."""
+
+    name: str  # in metrics, history and pages
+    fn: str  # file.py:name or package.module:name
+    weight: float = 1.0  # in the total
+
+
 class RolloutMatchingConfig(Section, frozen=True, kw_only=True):
     """How the consumers process a rollout."""
 
-    task: str = "detection"  # detection | exact_answer, or your own name with the three import paths below
+    task: str = "detection"  # detection | exact_answer | reward, or your own name with the three import paths below
+    reward: str | tuple[RewardTerm, ...] | None = None  # file.py:name of your function, or a list of {name, fn, weight}
+    reward_timeout_s: float = 60.0  # per call of a reward function; then the sequence is dropped, reason reward_timeout
+    reward_concurrency: int = 16  # concurrent calls per reward function, in each consumer
     parse: str | None = None  # "package.module:function"; None = the task's own
     match: str | None = None  # likewise
     target: str | None = None  # likewise
@@ -321,6 +335,12 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     probe_tolerance: float = 1e-2  # nats per probe token between trainer and worker; ten times that in half precision
 
 
+class PreflightConfig(Section, frozen=True, kw_only=True):
+    """What is checked before anything starts: by `up`, `run`, `doctor`, `--dry-run`, and by a role of what it reads."""
+
+    max_s: float = 10.0  # for reading all rows of data.path; later ones are reported as unscanned; 0 = use none
+
+
 class UpConfig(Section, frozen=True, kw_only=True):
     """The supervisor of `sluice up` and `sluice run`."""
 
@@ -357,5 +377,6 @@ class Config(Section, frozen=True, kw_only=True):
     metrics: MetricsConfig = MetricsConfig()
     dashboard: DashboardConfig = DashboardConfig()
     tracking: TrackingConfig = TrackingConfig()
+    preflight: PreflightConfig = PreflightConfig()
     up: UpConfig = UpConfig()
     custom: dict[str, Any] = {}  # free; custom.extra.rollout_matching is read as rollout_matching

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import os
 import resource
 import socket
 from collections.abc import Callable, Generator
@@ -31,6 +32,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from sluice.pipeline.child_process import LISTENER
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
 
 HEAD_S = 15.0  # from the first byte, or the connection, to the end of the headers
@@ -289,7 +291,7 @@ async def serve(
     Raises ConfigError if the port is taken or not permitted, SluiceError if the application doesn't start, and
     DeadlineExceeded if a cancelled request doesn't end.
     """
-    with contextlib.closing(_bind(host, port)) as listener:
+    with contextlib.closing(bind(host, port)) as listener:
         await serve_on(listener, app, stop=stop, grace_s=grace_s, on_ready=on_ready, connection=connection)
 
 
@@ -387,7 +389,30 @@ class _Server(uvicorn.Server):
         return not self.server_state.tasks
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
+    """The supervisor's socket if there is one, else a new one. Raises ConfigError."""
+    number = os.environ.pop(LISTENER, "")
+    if not number:
+        return bind(host, port)
+    listener = socket.socket(fileno=int(number))
+    listener.set_inheritable(False)
+    return listener
+
+
+def bind_near(host: str, port: int) -> socket.socket | None:
+    """A listening socket on this port or, if it's taken, on any free one; None if the host isn't this machine's."""
+    for wanted in (port, 0):
+        with contextlib.suppress(ConfigError):
+            return bind(host, wanted)
+    return None
+
+
+def url_of(listener: socket.socket, host: str) -> str:
+    """The address that reaches it."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -401,15 +426,3 @@ def _bind(host: str, port: int) -> socket.socket:
             raise ConfigError(f"port {port} is in use; stop what listens there, or choose another port") from error
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"cannot listen on {host}, port {port} ({reason}); choose another host or port") from error
-
-
-def free_port(host: str, wanted: int) -> int:
-    """`wanted` if it's free now, else any free port; `wanted` too where the host isn't one of this machine's."""
-    for port in (wanted, 0):
-        try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            with socket.create_server((host, port), family=family) as listener:
-                return int(listener.getsockname()[1])
-        except (OSError, OverflowError, UnicodeError):
-            continue
-    return wanted

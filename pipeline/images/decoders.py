@@ -1,7 +1,8 @@
 """Processes that decode images (decode_process.py): long-lived, killable, bounded in time and memory.
 
 - Whatever a file does to its decoder, the caller gets an image or a RequestError. A process that exceeds its deadline
-  or dies is killed, and the next image starts a new one.
+  or dies is killed, and the next image starts a new one. If the process had little processor time until then, the host
+  is to blame and not the file: SourceUnavailable.
 - Processes start with the first image, and end with `close` or with this process.
 """
 
@@ -26,11 +27,12 @@ from PIL import Image
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import EngineError, RequestError
 from sluice.pipeline.images.decode_process import LENGTH, MAX_HEADER, PIXELS
-from sluice.pipeline.images.paths import read_anywhere
+from sluice.pipeline.images.paths import SourceUnavailable, read_anywhere
 from sluice.pipeline.images.pixels import check_encoded, plain_image
 
 _START_S = 60.0
 _END_S = 10.0  # time for the kernel to end a killed process
+_STARVED = 0.5  # a decoder that got less than this share of its time was kept from working
 _PIPE_BYTES = 1 << 20
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "TMPDIR")
 
@@ -58,7 +60,8 @@ class Decoders:
     def decode(self, data: bytes, where: str) -> Image.Image:
         """The image, mode RGB; it owns its pixels and has no metadata.
 
-        Blocks. Raises RequestError, which begins with `where`, and EngineError if no process can be started.
+        Blocks. Raises RequestError, which begins with `where` (SourceUnavailable if this host was too busy), and
+        EngineError if no process can be started.
         """
         check_encoded(data, self.limits, where)
         process = self._take(where)
@@ -71,10 +74,7 @@ class Decoders:
             is_whole = True
             raise
         except _Late as error:
-            raise RequestError(
-                f"{where}: not decoded within {self.limits.decode_timeout_s:g} s (images.decode_timeout_s); "
-                "save it again as a plain PNG or JPEG, or raise the limit"
-            ) from error
+            raise self._too_late(process.worked_s(), where) from error
         except _Died as error:
             if self._closed:
                 raise RequestError(f"{where}: the image decoders were closed meanwhile") from error
@@ -84,6 +84,16 @@ class Decoders:
             ) from error
         finally:
             self._give(process, is_whole=is_whole)
+
+    def _too_late(self, worked_s: float | None, where: str) -> RequestError:
+        limit_s = self.limits.decode_timeout_s
+        late = f"{where}: not decoded within {limit_s:g} s (images.decode_timeout_s)"
+        if worked_s is None or worked_s >= _STARVED * limit_s:
+            return RequestError(f"{late}; save it again as a plain PNG or JPEG, or raise the limit")
+        return SourceUnavailable(
+            f"{late}: its decoder got only {worked_s:.1f} s of processor time; this host is too busy, lower its load "
+            "or raise the limit"
+        )
 
     def close(self) -> None:
         """Kill the processes; waiting callers get a RequestError. Safe to call twice."""
@@ -173,6 +183,7 @@ class _Process:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._in, self._out = self._process.stdin, self._process.stdout
+        self._worked_before_s: float | None = None
         self._ending = threading.Lock()
         self._ended = False
         for pipe in (self._in, self._out):
@@ -189,6 +200,7 @@ class _Process:
     def decode(self, data: bytes, limits: ImagesConfig, where: str) -> Image.Image:
         """Raises RequestError, _Died, _Late; after the last two the process is unusable."""
         deadline = time.monotonic() + limits.decode_timeout_s
+        self._worked_before_s = self._processor_s()
         asked = {"limits": msgspec.to_builtins(limits), "num_bytes": len(data)}
         header = json.dumps(asked).encode()
         self._write(LENGTH.pack(len(header)) + header, deadline)
@@ -207,6 +219,18 @@ class _Process:
             raise _Died(f"it answered with a size of {size}")
         pixels = self._read(len(PIXELS) * width * height, deadline)
         return Image.frombytes("RGB", (width, height), pixels, "raw", PIXELS)
+
+    def worked_s(self) -> float | None:
+        """Processor time of the current decode; None where the system doesn't report it (no /proc)."""
+        before_s, now_s = self._worked_before_s, self._processor_s()
+        return None if before_s is None or now_s is None else now_s - before_s
+
+    def _processor_s(self) -> float | None:
+        try:
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user and system time
+        except (OSError, ValueError, IndexError):
+            return None
 
     def is_alive(self) -> bool:
         return self._process.poll() is None

@@ -5,6 +5,8 @@
   nothing.
 - Only regular files are opened; a FIFO or a device is never touched.
 - What is wrong with a reference or its file is a RequestError; what is wrong with the host is a SourceUnavailable.
+- An empty root counts as a mount point whose disk is away. In a root that isn't empty, a file that isn't there is
+  missing. An absolute path is missing or not by its own root alone.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from sluice.pipeline.errors import RequestError
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-# What these say about a path is as true on the next try; all others (EIO, ESTALE, EMFILE, …) are the host's.
+# A retry gets these again: they are about the path. All others (EIO, ESTALE, EMFILE, …) are problems of the host.
 _FINAL = frozenset(
     {
         errno.ENOENT,
@@ -37,7 +40,12 @@ _FINAL = frozenset(
 
 
 class SourceUnavailable(RequestError):
-    """The disk, mount or server of an image is in trouble; the image may be there on a later try."""
+    """The disk, mount or server of an image, or this host, has a problem; a later try may find the image."""
+
+    def __init__(self, message: str, after_s: float = 0.0) -> None:
+        """`after_s`: how long a server asks to be left alone."""
+        super().__init__(message)
+        self.after_s = after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,7 @@ class Roots:
     """The directories of `images.roots`, resolved again at each call because links and mounts change."""
 
     def __init__(self, roots: Sequence[str], may_lack: str = "") -> None:
-        """`may_lack`: the root that is made with its first file. Another one that isn't there is the host's trouble."""
+        """`may_lack`: the root that is created with its first file. If another is away, the host has a problem."""
         self._roots, self._may_lack = tuple(roots), may_lack
 
     def find(self, where: str, *names: str) -> Found:
@@ -85,10 +93,9 @@ class Roots:
             raise RequestError(
                 f"{where}: is outside the configured roots; move the file, or add its directory to images.roots"
             )
-        trouble = trouble or next(
-            (f"{root} is no directory" for root in self._roots if root != self._may_lack and not os.path.isdir(root)),
-            "",
-        )
+        near = [at for at, root in enumerate(roots) if any(map(partial(_may_hold, root), names))]
+        away = (_why_away(self._roots[at]) for at in near if self._roots[at] != self._may_lack)
+        trouble = trouble or next((why for why in away if why), "")
         if trouble:
             raise SourceUnavailable(f"{where}: {trouble}; check the disk and the mounts of images.roots")
         raise RequestError(f"{where}: {reason} below images.roots; check the path and the worker's mounts")
@@ -125,6 +132,22 @@ def too_large(size: int, max_bytes: int, where: str) -> RequestError:
     return RequestError(
         f"{where}: has at least {size} bytes, images.max_mb allows {max_bytes}; shrink the image or raise the limit"
     )
+
+
+def _may_hold(root: str, name: str) -> bool:
+    """Whether a file of this name would be below the resolved root."""
+    return not os.path.isabs(name) or os.path.commonpath((root, os.path.realpath(name))) == root
+
+
+def _why_away(root: str) -> str:
+    """Why this root seems not to be mounted; empty if it is."""
+    if not os.path.isdir(root):
+        return f"{root} is not a directory"
+    try:
+        with os.scandir(root) as entries:
+            return "" if next(entries, None) is not None else f"{root} is empty"
+    except OSError:
+        return ""
 
 
 def _usable(name: str) -> bool:

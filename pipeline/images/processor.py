@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -80,22 +80,6 @@ def pixel_budget(image_processor: Any, options: VlmPreprocessOptions) -> dict[st
     return {**result, "size": size}
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class VisionInputs:
-    """One prompt with its images, as the model takes it; the arrays are shared, so don't change them."""
-
-    token_ids: tuple[int, ...]  # with every placeholder expanded
-    token_types: NDArray[np.int64]  # (1, len(token_ids)): 1 for an image token, else 0
-    tensors: dict[str, NDArray[Any]]  # further forward arguments, e.g. pixel_values and image_grid_thw
-    num_images: int
-    spans: tuple[tuple[int, int], ...]  # of each image in `token_ids`: first token, and the one after its last
-
-    def to_last_image(self) -> VisionInputs:
-        """Up to the end of the last image."""
-        end = self.spans[-1][1]
-        return replace(self, token_ids=self.token_ids[:end], token_types=self.token_types[:, :end])
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessedImage:
     """One image: what its placeholder becomes, and its arrays as for a prompt with this image alone."""
@@ -103,7 +87,8 @@ class ProcessedImage:
     token_ids: tuple[int, ...]
     token_types: tuple[int, ...]
     core: tuple[int, int]  # from the first to after the last special token; plain text around it may merge
-    tensors: dict[str, NDArray[Any]]
+    tensors: dict[str, NDArray[Any]]  # forward arguments, e.g. pixel_values and image_grid_thw
+    digest: str | None = None  # of the bytes it was decoded from; None if the store noted none
 
     @property
     def core_ids(self) -> tuple[int, ...]:
@@ -112,6 +97,60 @@ class ProcessedImage:
     @property
     def num_bytes(self) -> int:
         return sum(array.nbytes for array in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class VisionInputs:
+    """One prompt with its images, as the model takes it; the arrays are shared, so don't change them."""
+
+    token_ids: tuple[int, ...]  # with every placeholder expanded
+    token_types: NDArray[np.int64]  # (1, len(token_ids)): 1 for an image token, else 0
+    images: tuple[ProcessedImage, ...]  # in the order of the prompt
+    spans: tuple[tuple[int, int], ...]  # of each image in `token_ids`: first token, and the one after its last
+    axes: Mapping[str, int] = field(default_factory=dict[str, int])  # along which arrays of several images are joined
+
+    @property
+    def tensors(self) -> dict[str, NDArray[Any]]:
+        """The forward arguments of all images; those of several are joined at each call."""
+        return self.images[0].tensors if len(self.images) == 1 else self.named(self.axes)
+
+    def named(self, names: Iterable[str]) -> dict[str, NDArray[Any]]:
+        """The same, of these names only, where the model's processor makes them."""
+        found = {name: [one.tensors[name] for one in self.images if name in one.tensors] for name in names}
+        return {
+            name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=self.axes[name])
+            for name, arrays in found.items()
+            if arrays
+        }
+
+    def to_last_image(self) -> VisionInputs:
+        """Up to the end of the last image."""
+        end = self.spans[-1][1]
+        return replace(self, token_ids=self.token_ids[:end], token_types=self.token_types[:, :end])
+
+
+def joined_tensors(inputs: Sequence[VisionInputs], names: Container[str] | None = None) -> dict[str, NDArray[Any]]:
+    """The forward arguments of all images of several prompts, in order; new arrays. `names`: only these.
+
+    Processors stack images on the first axis, or on the second, behind a batch of one. Images of different sizes are
+    padded with 0, as those processors do within a prompt.
+    """
+    tensors = [one.tensors for each in inputs for one in each.images]
+    found = dict.fromkeys(name for each in tensors for name in each if names is None or name in names)
+    axis = int(any(each["pixel_values"].ndim == 5 for each in tensors if "pixel_values" in each))
+    return {name: _joined([each[name] for each in tensors if name in each], axis) for name in found}
+
+
+def _joined(parts: Sequence[NDArray[Any]], axis: int) -> NDArray[Any]:
+    shape = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    whole, start = np.zeros(shape, dtype=parts[0].dtype), 0
+    for part in parts:
+        at = [slice(size) for size in part.shape]
+        at[axis] = slice(start, start + part.shape[axis])
+        whole[tuple(at)] = part
+        start += part.shape[axis]
+    return whole
 
 
 @dataclass(slots=True, eq=False)
@@ -259,7 +298,7 @@ class VisionProcessor:
         if not fixed:
             raise RequestError(f"{which} becomes no image token: check the processor's files")
         tensors = {name: value for name, value in made.items() if name not in _OF_TEXT}
-        return ProcessedImage(expanded, types, (fixed[0], fixed[-1] + 1), tensors)
+        return ProcessedImage(expanded, types, (fixed[0], fixed[-1] + 1), tensors, image.info.get("sha256"))
 
     def _call(self, images: Sequence[Any], which: str) -> dict[str, Any]:
         """The processor's own arrays for a text of placeholders alone."""
@@ -282,24 +321,21 @@ class VisionProcessor:
         self, built: _Assembly, spans: Sequence[tuple[int, int]], made: Sequence[ProcessedImage]
     ) -> VisionInputs:
         types = np.asarray([built.token_types], dtype=np.int64)
-        return VisionInputs(tuple(built.token_ids), types, self._joined(made), len(made), tuple(spans))
+        return VisionInputs(tuple(built.token_ids), types, tuple(made), tuple(spans), self._joinable(made))
 
-    def _joined(self, made: Sequence[ProcessedImage]) -> dict[str, NDArray[Any]]:
-        if len(made) == 1:
-            return made[0].tensors
-        if not made:
+    def _joinable(self, made: Sequence[ProcessedImage]) -> dict[str, int]:
+        """The axes along which the arrays of these images are joined. Raises RequestError if they can't be."""
+        if len(made) < 2:
             return {}
-        joined, axes = dict[str, NDArray[Any]](), self._axes()
+        axes, joined = self._axes(), dict[str, int]()
         for name in made[0].tensors:
-            arrays = [one.tensors[name] for one in made]
-            try:
-                joined[name] = np.concatenate(arrays, axis=axes[name])
-            except ValueError as error:
-                shapes = ", ".join(str(array.shape) for array in arrays)
+            shapes, axis = [one.tensors[name].shape for one in made], axes[name]
+            if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) > 1:
                 raise RequestError(
-                    f"the images of one prompt become {name} of different shapes ({shapes}), which "
-                    f"{type(self._processor).__name__} doesn't combine; give them the same size"
-                ) from error
+                    f"the images of one prompt become {name} of different shapes ({', '.join(map(str, shapes))}), "
+                    f"which {type(self._processor).__name__} doesn't combine; give them the same size"
+                )
+            joined[name] = axis
         return joined
 
     def _axes(self) -> dict[str, int]:

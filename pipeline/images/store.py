@@ -28,6 +28,7 @@ from sluice.pipeline.wire.messages import ImageRef
 FETCHES = 16
 
 _Flight = asyncio.Task[tuple[Image.Image, bool]]
+_Refusal = RequestError | None
 BYTES_PER_PIXEL = 4  # Pillow keeps RGB in 32 bits
 _MAX_NAME = 200  # characters of a name
 
@@ -35,17 +36,16 @@ _MAX_NAME = 200  # characters of a name
 class ImageStore:
     """Use as `async with ImageStore(config) as images`; belongs to one event loop.
 
-    `fetched` counts images that were read and decoded, `hits` those answered without a separate fetch.
+    `fetched` counts images that were read and decoded, `hits` those answered without a separate fetch. `decoders` may
+    decode the caller's own bytes as well.
     """
 
     def __init__(self, config: ImagesConfig) -> None:
-        self._config = config
-        self._roots = Roots(config.roots, may_lack=config.store)
-        self._urls = UrlFetcher(config)
+        self._source = ImageSource(config)
         self._cache = ImageCache(config.cache_mb * 2**20)
         self._flights: dict[ImageRef, _Flight] = {}
         self._fetches = asyncio.Semaphore(FETCHES)
-        self._decoders = Decoders(config)
+        self.decoders = Decoders(config)
         self._decodes = asyncio.Semaphore(config.decode_processes)  # waiting for a process takes no thread
         self._closed = False
         self.fetched = 0
@@ -91,8 +91,8 @@ class ImageStore:
         await asyncio.gather(*flights, return_exceptions=True)
         self._flights.clear()
         self._cache.clear()
-        await asyncio.to_thread(self._decoders.close)
-        await self._urls.close()
+        await asyncio.to_thread(self.decoders.close)
+        await self._source.close()
 
     async def _fly(self, ref: ImageRef) -> tuple[Image.Image, bool]:
         """(image, whether it was fetched by this call)."""
@@ -106,20 +106,48 @@ class ImageStore:
         kept = self._cache.get(ref.sha256) if ref.sha256 else None
         if kept is not None:
             return kept, False
-        found, refusal = await asyncio.to_thread(find_file, self._roots, ref, where)
+        found, refusal = await self._source.find(ref, where)
         key: Hashable = ref.sha256 or found or ref.url
         if (kept := self._cache.get(key)) is not None:
             return kept, False
-        data = await self._bytes(ref, found, refusal, where)
+        data = await self._source.fetch(ref, found, refusal, where)
         async with self._decodes:
             image = await asyncio.to_thread(self._decode, data, ref.sha256, where)
         self._cache.put(key, image)
         self.fetched += 1
         return image, True
 
-    async def _bytes(self, ref: ImageRef, found: Found | None, refusal: RequestError | None, where: str) -> bytes:
+    def _decode(self, data: bytes, digest: str | None, where: str) -> Image.Image:
+        found = check_digest(data, digest, where)
+        image = self.decoders.decode(data, where)
+        image.info["sha256"] = found
+        return image
+
+
+class ImageSource:
+    """The bytes of references, from files and URLs; belongs to one event loop. The owner calls `close`."""
+
+    def __init__(self, config: ImagesConfig) -> None:
+        self._roots = Roots(config.roots, may_lack=config.store)
+        self._urls = UrlFetcher(config)
+        self._max_bytes = int(config.max_mb * 2**20)
+
+    async def read(self, ref: ImageRef) -> bytes:
+        """Those with the reference's digest, if it has one. Raises RequestError, SourceUnavailable."""
+        ref = normal_ref(ref)
+        where = describe(ref)
+        data = await self.fetch(ref, *await self.find(ref, where), where)
+        await asyncio.to_thread(check_digest, data, ref.sha256, where)
+        return data
+
+    async def find(self, ref: ImageRef, where: str) -> tuple[Found | None, _Refusal]:
+        """See `find_file`."""
+        return await asyncio.to_thread(find_file, self._roots, ref, where)
+
+    async def fetch(self, ref: ImageRef, found: Found | None, refusal: _Refusal, where: str) -> bytes:
+        """The file that was found, else what the URL gives; digests aren't compared. Raises RequestError."""
         if found is not None:
-            return await asyncio.to_thread(self._roots.read, found, int(self._config.max_mb * 2**20), where)
+            return await asyncio.to_thread(self._roots.read, found, self._max_bytes, where)
         try:
             return await self._urls.fetch(str(ref.url), where)
         except RequestError as error:
@@ -127,11 +155,8 @@ class ImageStore:
                 raise
             raise neither(error, refusal, where) from error
 
-    def _decode(self, data: bytes, digest: str | None, where: str) -> Image.Image:
-        found = check_digest(data, digest, where)
-        image = self._decoders.decode(data, where)
-        image.info["sha256"] = found
-        return image
+    async def close(self) -> None:
+        await self._urls.close()
 
 
 def normal_ref(ref: ImageRef) -> ImageRef:
@@ -164,7 +189,8 @@ def neither(of_url: RequestError, of_path: RequestError, where: str) -> RequestE
     """The error for an image that neither its URL nor its path gave; SourceUnavailable if one may on a later try."""
     later = isinstance(of_url, SourceUnavailable) or isinstance(of_path, SourceUnavailable)
     why = str(of_path).removeprefix(f"{where}: ")
-    return (SourceUnavailable if later else RequestError)(f"{of_url} (its path could not be used: {why})")
+    text = f"{of_url} (its path could not be used: {why})"
+    return SourceUnavailable(text, getattr(of_url, "after_s", 0.0)) if later else RequestError(text)
 
 
 def _note_error(flight: _Flight) -> None:

@@ -3,12 +3,15 @@
 - One pooled session, created at the first fetch: no cookies, no proxies or passwords from the environment, no
   redirects, no decompression.
 - Bytes are counted as they arrive; the length a server declares is only a reason to stop sooner.
-- A connection that fails or stalls, and a 5xx, are retried; all tries together share one time limit.
+- A connection that fails or stalls, and a 408, 425, 429 or 5xx, are retried, not before a server's Retry-After; all
+  tries together share one time limit. A longer Retry-After is passed on to the caller.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from email.utils import parsedate_to_datetime
 
 import aiohttp
 from aiohttp.abc import AbstractResolver
@@ -23,11 +26,17 @@ PAUSES_S = (0.2, 0.6)
 """Before the second and the third try."""
 
 _CONNECTIONS = 64
+_MAY_PASS = (408, 425, 429)
+_LONGEST_S = 60.0  # of a server's Retry-After
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "sluice"}
 
 
 class ServerTrouble(Exception):
-    """An answer that may be better on the next try."""
+    """An answer that may be better on the next try, after so many seconds."""
+
+    def __init__(self, message: str, after_s: float) -> None:
+        super().__init__(message)
+        self.after_s = after_s
 
 
 class UrlFetcher:
@@ -57,8 +66,9 @@ class UrlFetcher:
             await self._session.close()
 
     async def _try(self, url: URL, where: str) -> bytes:
-        pauses = iter(PAUSES_S)
+        pauses, tries, until = iter(PAUSES_S), 0, time.monotonic() + self._timeout_s
         while True:
+            tries += 1
             try:
                 return await self._once(url, where)
             except RefusedAddress as error:
@@ -66,18 +76,20 @@ class UrlFetcher:
             except (ValueError, aiohttp.ClientConnectorCertificateError) as error:
                 raise RequestError(f"{where}: cannot be fetched ({error}); correct the URL or the server") from error
             except (aiohttp.ClientError, ServerTrouble, OSError) as error:  # TimeoutError is an OSError
-                if (pause_s := next(pauses, None)) is None:
-                    trouble = str(error) or type(error).__name__
-                    raise SourceUnavailable(
-                        f"{where}: {trouble}, {len(PAUSES_S) + 1} times; check the server"
-                    ) from error
-            await asyncio.sleep(pause_s)
+                after_s = error.after_s if isinstance(error, ServerTrouble) else 0.0
+                pause_s = next(pauses, None)
+                if pause_s is None or time.monotonic() + after_s >= until:
+                    trouble, often = str(error) or type(error).__name__, "once" if tries == 1 else f"{tries} times"
+                    raise SourceUnavailable(f"{where}: {trouble}, {often}; check the server", after_s) from error
+            await asyncio.sleep(max(pause_s, after_s))
 
     async def _once(self, url: URL, where: str) -> bytes:
         async with self._open_session().get(url, allow_redirects=False) as response:
             status = response.status
-            if status >= 500:
-                raise ServerTrouble(f"the server answered {status}")
+            if status >= 500 or status in _MAY_PASS:
+                after_s = _retry_after_s(response.headers.get("Retry-After", ""))
+                asks = f" (Retry-After: {after_s:.0f} s)" if after_s else ""
+                raise ServerTrouble(f"the server answered {status}{asks}", after_s)
             if 300 <= status < 400:
                 raise RequestError(
                     f"{where}: the server answered {status}, redirects are not followed; give the final URL"
@@ -111,3 +123,13 @@ class UrlFetcher:
                 trust_env=False,
             )
         return self._session
+
+
+def _retry_after_s(header: str) -> float:
+    """Seconds of a Retry-After header, at most a minute; 0 if there is none, or nothing that can be read."""
+    try:
+        seconds = header.strip().isdecimal()
+        wanted_s = float(header) if seconds else parsedate_to_datetime(header).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return 0.0
+    return min(max(0.0, wanted_s), _LONGEST_S)

@@ -14,6 +14,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from sluice.pipeline.config.types import Config, ImagesConfig
 from sluice.pipeline.errors import DataError
 from sluice.pipeline.files import fsync_directory, is_unfinished, remove_stale, write_atomic
 from sluice.pipeline.images.pixels import check_encoded
+from sluice.pipeline.images.store import check_digest, normal_digest
+from sluice.pipeline.prompts.rows import RowImage
 
 _COUNT_AFTER_S = 30.0
 
@@ -40,6 +43,16 @@ def images_of_run(config: Config) -> ImagesConfig:
     """The `images` section with that directory as its store and among its roots; for every role that reads pictures."""
     store = str(images_directory(config))
     return msgspec.structs.replace(config.images, roots=(*config.images.roots, store), store=store)
+
+
+def admit_bytes(images: Iterable[str | RowImage], limits: ImagesConfig) -> None:
+    """Raise RequestError for bytes of a row that are no accepted picture."""
+    for at, image in enumerate(images):
+        if isinstance(image, RowImage) and image.data is not None:
+            where = f"`images[{at}]`"
+            check_encoded(image.data, limits, where)
+            if image.sha256:
+                check_digest(image.data, normal_digest(image.sha256, where), where)
 
 
 class ImageWriter:
@@ -68,7 +81,7 @@ class ImageWriter:
     def put(self, data: bytes, where: str) -> str:
         """Its digest; on return it is on disk. Blocks.
 
-        Raises RequestError, which begins with `where`, for what is no accepted picture; StoreError.
+        Raises RequestError, which begins with `where`, if it isn't an accepted picture; StoreError.
         """
         digest = self.digest(data, where)
         path = self._folder / digest
@@ -81,9 +94,7 @@ class ImageWriter:
                 write_atomic(path, data, mode=0o600, sweep=False)
                 fsync_directory(self._folder)
             except OSError as error:
-                raise StoreError(
-                    f"{self._folder}: a picture can't be written ({error}); look at images.store"
-                ) from error
+                raise StoreError(f"{self._folder}: a picture can't be written ({error}); check images.store") from error
             self._num_bytes += len(data)
         return digest
 

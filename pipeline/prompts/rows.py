@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
@@ -20,6 +21,7 @@ import msgspec
 from sluice.pipeline.errors import DataError, RequestError
 from sluice.pipeline.prompts.admission import Limits, admit_json, admit_prompt, image_parts, image_url, is_data_url
 from sluice.pipeline.wire.codec import lone_surrogate_in_json, no_plain_value
+from sluice.pipeline.wire.messages import ImageRef
 
 MAX_ROW_BYTES = 16 << 20
 # pyarrow's own errors are these, or subclasses of them.
@@ -39,6 +41,44 @@ class Malformed(msgspec.Struct, frozen=True):
     def error(self) -> DataError:
         """The same as an exception."""
         return DataError(f"{self.where}: {self.problem}")
+
+
+class RowImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An image of a row: a reference, or its bytes, which then count alone."""
+
+    path: str | None = None
+    url: str | None = None
+    sha256: str | None = None
+    data: bytes | None = msgspec.field(default=None, name="bytes")
+
+    def __post_init__(self) -> None:
+        if self.data is None and not (self.path or self.url or self.sha256):
+            raise ValueError("an image has neither bytes nor path, url or sha256; give one")
+
+    @property
+    def ref(self) -> ImageRef:
+        """As a job references it."""
+        if self.data is not None:
+            return ImageRef(sha256=sha256(self.data).hexdigest())
+        return ImageRef(path=self.path, url=self.url, sha256=self.sha256)
+
+
+class ImageRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row that may have images."""
+
+    images: list[str | RowImage] | str | RowImage = []  # a list once it is read
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.images, list):
+            msgspec.structs.force_setattr(self, "images", [self.images])
+
+    def each_image(self) -> list[str | RowImage]:
+        """The images in order."""
+        return cast("list[str | RowImage]", self.images)
+
+    def image_refs(self) -> list[ImageRef]:
+        """The images as a job references them."""
+        return [ImageRef.of(image) if isinstance(image, str) else image.ref for image in self.each_image()]
 
 
 def check_messages(messages: Sequence[dict[str, Any]]) -> None:

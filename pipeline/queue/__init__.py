@@ -10,8 +10,9 @@
 | envelope                | arq's envelope and results as bytes, and back                                |
 | queue                   | JobQueue: every Lua script call that moves jobs                              |
 | leased_worker           | LeasedWorker: the loop that claims, commits and hands back; Holder: the work |
+|                         | LeaseKeeper: the thread that renews its leases                               |
 | arq_worker              | plain arq functions: a Holder, and a worker that runs nothing else           |
-| lease_keeper, committer | renews its leases; publishes its results                                     |
+| committer               | publishes its results                                                        |
 | replies                 | results for one caller, instead of the result stream                         |
 | scores, rollouts        | the trainer's score jobs, and agent rollouts: separate hops                  |
 | dead_letters, live_jobs | read by `sluice dlq` and the dashboard                                       |
@@ -20,7 +21,7 @@
 
 from arq.worker import func
 
-from sluice.pipeline.queue.arq_worker import ArqFunctions, ArqWorker, arq_settings
+from sluice.pipeline.queue.arq_worker import ArqFunctions, ArqWorker, arq_settings, backoff_s
 from sluice.pipeline.queue.committer import Committer
 from sluice.pipeline.queue.envelope import (
     FUNCTION,
@@ -31,8 +32,7 @@ from sluice.pipeline.queue.envelope import (
     arq_redis_settings,
     arq_serializer,
 )
-from sluice.pipeline.queue.lease_keeper import LeaseKeeper
-from sluice.pipeline.queue.leased_worker import Holder, Hooks, LeasedWorker
+from sluice.pipeline.queue.leased_worker import Holder, Hooks, LeasedWorker, LeaseKeeper
 from sluice.pipeline.queue.queue import JobQueue
 from sluice.pipeline.queue.types import (
     NO_LIMIT,
@@ -79,6 +79,7 @@ __all__ = [
     "arq_redis_settings",
     "arq_serializer",
     "arq_settings",
+    "backoff_s",
     "func",
     "job_id_for",
     "rollout_group_for",

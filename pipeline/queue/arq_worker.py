@@ -22,6 +22,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, KeysView, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -41,6 +42,7 @@ from sluice.pipeline.wire.keys import Keys
 
 _BACKOFF_S, _BACKOFF_CAP_S = 0.5, 30.0
 _CRON_KEPT_MS = 60_000  # a cron job's own id blocks the next call no longer than that, as in arq
+_CLOSE_S = 5.0
 FOR_EVER = -1
 
 
@@ -72,6 +74,22 @@ def arq_settings(functions: Sequence[Any], client: Redis, keys: Keys, config: Co
     )
 
 
+@dataclass(eq=False)
+class _Call:
+    """One attempt at a job; the next one may run beside it until a cancelled function gives in."""
+
+    claim: Claim
+    limit: float | None  # monotonic seconds
+    task: asyncio.Task[None] | None = None
+    is_overdue: bool = False
+    has_ended: bool = False  # the function has; its result is being recorded
+
+    def cancel(self) -> None:
+        """At its next await."""
+        if self.task is not None:
+            self.task.cancel()
+
+
 class ArqFunctions:
     """The Holder of plain calls."""
 
@@ -79,10 +97,8 @@ class ArqFunctions:
         """`others`: names of functions that another holder of the same worker serves."""
         self._leases, self._arq, self._others = leases, arq, others
         arq.ctx["redis"] = arq.pool
-        self._running: dict[str, Claim] = {}
-        self._limits: dict[str, float] = {}  # job id → monotonic seconds
-        self._overdue: set[str] = set()
-        self._told: set[str] = set()  # the function has ended; its result is being recorded
+        self._running: dict[str, _Call] = {}  # by job id; an attempt that is lost or given back is no longer here
+        self._tasks: set[asyncio.Task[None]] = set()  # of all attempts, until they end
 
     def room(self) -> int:
         """Calls that may start now."""
@@ -112,37 +128,42 @@ class ArqFunctions:
         elif claim.problem:
             await self._fail(claim, claim.reason, claim.problem)
         else:
-            self._running[claim.job_id] = claim
-            self._told.discard(claim.job_id)
             limit_s = self._limit_of(claim)
-            if limit_s is not None:
-                self._limits[claim.job_id] = time.monotonic() + limit_s
-            task = asyncio.get_running_loop().create_task(self._run(claim))
+            call = _Call(claim, None if limit_s is None else time.monotonic() + limit_s)
+            self._running[claim.job_id] = call
+            call.task = task = asyncio.get_running_loop().create_task(self._run(call))
+            self._tasks.add(task)
             self._arq.tasks[claim.job_id] = task
-            task.add_done_callback(lambda ended: self._ended(claim, ended))
+            task.add_done_callback(lambda ended: self._ended(call, ended))
 
     def lose(self, job_id: str, attempt: int | None) -> bool:
         """Cancel one; False if it is not running here."""
-        claim = self._running.get(job_id)
-        if claim is None or attempt not in (None, claim.attempt):
+        call = self._running.get(job_id)
+        if call is None or attempt not in (None, call.claim.attempt):
             return False
         del self._running[job_id]
-        if job_id in self._told:  # it is back in the queue already; only the script's answer is outstanding
-            self._leases.keeper.drop(job_id, claim.attempt)
+        if call.has_ended:  # it is back in the queue already; only the script's answer is outstanding
+            self._leases.keeper.drop(job_id, call.claim.attempt)
             return False
-        self._arq.tasks[job_id].cancel()
+        call.cancel()
         self._arq.jobs_failed += 1
         return True
 
     def take_back(self, *, started: bool) -> list[Claim]:
         """Cancel all; their claims. A call starts as soon as it is accepted."""
-        claims = list(self._running.values()) if started else []
-        for claim in claims:
-            del self._running[claim.job_id]
-            if task := self._arq.tasks.get(claim.job_id):
-                task.cancel()
-        self._arq.jobs_retried += len(claims)
-        return claims
+        calls = list(self._running.values()) if started else []
+        for call in calls:
+            del self._running[call.claim.job_id]
+            call.cancel()
+        self._arq.jobs_retried += len(calls)
+        return [call.claim for call in calls]
+
+    async def close(self) -> None:
+        """Wait for the calls that were cancelled: what they use must outlive them. Logs when that takes too long."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+        if self._tasks:
+            get_logger().error("cancelled functions did not end in time; abandoned", calls=len(self._tasks))
 
     async def beat(self) -> None:
         """arq's health record, and the cron jobs that are due."""
@@ -151,31 +172,23 @@ class ArqFunctions:
     def end_overdue(self) -> None:
         """Cancel the calls that exceeded their time limit."""
         now = time.monotonic()
-        for job_id in [job_id for job_id, limit in self._limits.items() if limit < now]:
-            del self._limits[job_id]
-            self._overdue.add(job_id)
-            self._arq.tasks[job_id].cancel()
+        for call in self._running.values():
+            if call.limit is not None and call.limit < now:
+                call.limit, call.is_overdue = None, True
+                call.cancel()
 
-    async def _run(self, claim: Claim) -> None:
+    async def _run(self, call: _Call) -> None:
         """Call it and record its ending."""
-        started, arq = time.time(), self._arq
+        claim, started, arq = call.claim, time.time(), self._arq
         ctx = {**arq.ctx, **_facts(claim)}
-        try:
-            ending = await self._attempt(claim, ctx)
-        except asyncio.CancelledError as cut:
-            if self._running.get(claim.job_id) is not claim:  # lost or given back
-                for hook in (arq.on_job_end, arq.after_job_end):
-                    if hook:
-                        await hook(ctx)
-                raise
-            ending = self._again(claim, 0.0, "it cancelled itself")
-            if claim.job_id in self._overdue:
-                late = TimeoutError(f"not done within {self._limit_of(claim)} s")
-                late.__cause__ = cut
-                ending = Ending(failure=("failed", repr(late), "".join(traceback.format_exception(late))))
+        ending = await self._attempt(call, ctx)
+        if self._running.get(claim.job_id) is not call:  # lost or given back, whatever it made of its cancellation
+            for hook in (arq.on_job_end, arq.after_job_end):
+                if hook:
+                    await hook(ctx)
+            return
         # The function has ended: recording its result is not subject to the limit.
-        self._limits.pop(claim.job_id, None)
-        self._told.add(claim.job_id)
+        call.limit, call.has_ended = None, True
         if arq.on_job_end:
             try:
                 await arq.on_job_end(ctx)
@@ -186,10 +199,10 @@ class ArqFunctions:
             await self._leases.committer.flush()
             await arq.after_job_end(ctx)
 
-    async def _attempt(self, claim: Claim, ctx: dict[Any, Any]) -> Ending:
-        arq, function = self._arq, cast(Any, self._arq.functions[claim.function])
+    async def _attempt(self, call: _Call, ctx: dict[Any, Any]) -> Ending:
+        claim, arq, function = call.claim, self._arq, cast(Any, self._arq.functions[call.claim.function])
         most = arq.max_tries if function.max_tries is None else function.max_tries
-        if _job_try(claim) - claim.excused > most:  # what was handed back or lost is no try
+        if claim.first_try + claim.tries > most:
             return Ending(failure=("max_tries", f"{most} attempts were not enough", ""))
         try:
             if arq.on_job_start:
@@ -199,6 +212,12 @@ class ArqFunctions:
             score_ms = cast("int | None", getattr(again, "defer_score", None))
             delay_s = score_ms / 1000 if score_ms else backoff_s(claim.attempt) if isinstance(again, Retry) else 0.0
             return self._again(claim, delay_s, repr(again))
+        except asyncio.CancelledError as cut:
+            if not call.is_overdue:
+                return self._again(claim, 0.0, "it cancelled itself")
+            late = TimeoutError(f"not done within {self._limit_of(claim)} s")
+            late.__cause__ = cut
+            return Ending(failure=("failed", repr(late), "".join(traceback.format_exception(late))))
         except Exception as error:  # the user's code, as above
             return Ending(failure=("failed", repr(error), traceback.format_exc()))
 
@@ -212,7 +231,7 @@ class ArqFunctions:
             await self._fail(claim, *ending.failure)
         elif ending.again_s is not None:
             self._arq.jobs_retried += 1
-            await self._leases.give_back(claim, ending.again_s, excused=False)
+            await self._leases.give_back(claim, ending.again_s, tried=True)
         else:
             self._arq.jobs_complete += 1
             answer = self._answer(claim, started, ending.value)
@@ -223,16 +242,14 @@ class ArqFunctions:
         get_logger().error("job failed", job=claim.job_id, reason=reason, detail=detail)
         await self._leases.fail(claim, reason, detail, trace)
 
-    def _ended(self, claim: Claim, task: asyncio.Task[None]) -> None:
-        tasks = self._arq.tasks
+    def _ended(self, call: _Call, task: asyncio.Task[None]) -> None:
+        claim, tasks = call.claim, self._arq.tasks
+        self._tasks.discard(task)
         if tasks.get(claim.job_id) is task:
             del tasks[claim.job_id]
-            self._limits.pop(claim.job_id, None)
-            self._overdue.discard(claim.job_id)
-            self._told.discard(claim.job_id)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._leases.broke(error)  # its job stays held, to be handed back with blame
-        elif self._running.get(claim.job_id) is claim:
+        elif self._running.get(claim.job_id) is call:
             del self._running[claim.job_id]
             self._leases.ended(claim)
 
@@ -339,7 +356,10 @@ class ArqWorker:
             each_turn=self._functions.end_overdue,
             is_done=lambda: 0 <= arq.max_burst_jobs <= self._functions.num_done(),
         )
-        await self.leases.serve(self._functions, hooks)
+        try:
+            await self.leases.serve(self._functions, hooks)
+        finally:
+            await self._functions.close()
 
     def run(self) -> None:
         """Serve from a program without a running loop, and close."""

@@ -196,9 +196,9 @@ class JobQueue:
         blame: str = "",
         traceback: str = "",
         most: int = 3,
-        excused: bool = True,
+        tried: bool = False,
     ) -> int:
-        """Hand jobs back; returns how many were still ours. An excused attempt isn't a try.
+        """Hand jobs back; returns how many were still ours. `tried`: each used up one of its function's tries.
 
         With `blame` (why) it counts as if the job had killed a worker: see blame.lua. After `most` deaths while running
         alone, a job is dead.
@@ -211,7 +211,7 @@ class JobQueue:
             blame=blame[:_DETAIL_CHARS],
             traceback=traceback[-_TRACEBACK_CHARS:],
             max_deaths=most,
-            excused=excused,
+            tried=tried,
             jobs=[scripts.Attempt(claim.job_id, claim.attempt) for claim in claims],
         )
         return await self._ask(request)
@@ -386,7 +386,7 @@ def _claim_from(row: scripts.LeasedJob) -> Claim:
         reason=envelope.reason or "",
         problem=envelope.problem,
         first_try=envelope.first_try,
-        excused=row.excused,
+        tries=row.tries,
         alone=row.alone,
         deadline_at=None if left_s is None else time.monotonic() + left_s,
         progress=_progress_of(job_id, row.progress),

@@ -105,7 +105,6 @@ class Rollouts:
         self._names = RolloutNames(
             counts=keys.counts,
             dropped=keys.dropped,
-            latest=keys.latest,
             source=keys.source,
             open=keys.rollouts,
             rollout_of=keys.rollout,

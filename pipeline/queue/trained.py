@@ -24,7 +24,6 @@ from typing import Annotated, Any, cast
 import msgspec
 from redis.asyncio import Redis
 
-from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.files import write_atomic
 from sluice.pipeline.logs import get_logger
@@ -223,21 +222,14 @@ def _read(path: Path) -> str:
     return raw.decode()
 
 
-async def begin_again(client: Redis, config: Config, run_dir: Path, version: int, so_far: str) -> None:
-    """Log the consequences, and count credit from here: sequences trained before aren't part of the new data.
-
-    Runs before anything is acked. Only then does the directory belong to the new data: a kill in between changes
-    nothing.
-    """
-    samples = version * config.producer.samples_per_version * config.trainer.checkpoint_every
-    raw, keys = cast(Any, client), Keys(config.run)
-    if not int(await raw.hget(keys.counts, "trained") or 0):
-        await raw.hset(keys.counts, "thinned", samples)
+async def begin_again(client: Redis, keys: Keys, run_dir: Path, version: int, so_far: str) -> None:
+    """Make the directory belong to the new data, and log what that means. Runs before anything is acked."""
+    raw = cast(Any, client)
     _write(run_dir / INCARNATION, cast(bytes, await raw.get(keys.incarnation) or b"").decode(errors="replace"))
     get_logger().warning(
         "the broker's data are gone: rows are read again, trained sequences are not trained again, and work in "
         "progress is redone",
-        run=config.run,
+        run=keys.run,
         trained_to=so_far,
         version=version,
     )

@@ -63,7 +63,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # of the dead letter, if it can't be done
     problem: str = ""  # why it can't be done
     first_try: int = 1  # the first value of arq's job_try, set by the caller
-    excused: int = 0  # attempts handed back
+    tries: int = 0  # attempts that the function gave up itself
     alone: bool = False  # suspected of killing workers: only suspects from the same claim run alongside it
     deadline_at: float | None = None  # time.monotonic() seconds
     progress: dict[int, Progress] = {}  # index → tokens that an earlier attempt decoded

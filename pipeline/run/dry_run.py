@@ -16,7 +16,7 @@ from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.run import preflight
 from sluice.pipeline.run.preflight import Check, examine, line
 from sluice.pipeline.run.resume_point import ResumePoint, Source, resume_point, unknown
-from sluice.pipeline.run.stack import addresses, plan, with_dashboard_port
+from sluice.pipeline.run.stack import addresses, counts, plan, with_dashboard_port
 from sluice.pipeline.terminal import columns
 
 
@@ -34,15 +34,15 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     directories: dict[str, str]
 
 
-def rehearse(config: Config, command: str, origin: str) -> DryRun:
-    """Check everything that `command` needs; problems are in the checks."""
+def rehearse(config: Config, command: str, origin: str, *, apart: bool = False) -> DryRun:
+    """Check everything that `command` needs; problems are in the checks. `apart`: see `examine_inputs`."""
+    processes = plan(config, Path(config.run_dir) / config.run / "config.resolved.yaml")
+    inputs = preflight.inputs_of([role for role, count in counts(config).items() if count != 0])
     found = [
         Check(name="config", ok=True, says=origin),
-        examine("engine", preflight.engine),
+        examine("engine", lambda: preflight.engine(config)),
         examine("broker", lambda: preflight.broker(config)),
-        examine("model", lambda: preflight.model(config, needed=True)),
-        examine("data", lambda: preflight.data(config, needed=True)),
-        examine("disk", lambda: preflight.disk(config)),
+        *preflight.examine_inputs(config, inputs, apart=apart),
     ]
     place, source = _place(config)
     if source and all(each.ok for each in found if each.name == "data"):
@@ -53,7 +53,7 @@ def rehearse(config: Config, command: str, origin: str) -> DryRun:
         exit_code=preflight.worst(found),
         checks=found,
         place=place,
-        processes=plan(config, Path(config.run_dir) / config.run / "config.resolved.yaml"),
+        processes=processes,
         addresses=addresses(with_dashboard_port(config)),
         directories=directories(config),
     )

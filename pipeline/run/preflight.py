@@ -1,31 +1,56 @@
 """Start-up checks, one function each: it returns its finding, or raises SluiceError with the problem and its fix.
 
 - Nothing is started or written, and each check has its own deadline.
-- Prompts are checked by the producers' code, through the entry points `sluice.checks`.
+- Prompts are read by the producers' code, and the task runs in the consumers', through the entry points
+  `sluice.checks`.
+- Whatever may import large packages, never end, or end the process runs in a child: the user's own functions, and data
+  sets of other libraries. `python -m sluice.pipeline.run.preflight CHECK` is that child: a configuration on stdin, a
+  Check on stdout.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import contextlib
+import importlib.util
+import os
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast, get_args
 
 import msgspec
 
 from sluice.pipeline.broker import connection as connections
 from sluice.pipeline.broker.embedded import find_server
+from sluice.pipeline.child_process import tethered
 from sluice.pipeline.config import Config, load_config
-from sluice.pipeline.errors import BrokerError, ConfigError, DataError, ModelError, SluiceError
+from sluice.pipeline.errors import BrokerError, ConfigError, DataError, ModelError, NotReady, SluiceError, as_one
+from sluice.pipeline.prompts.rows import is_parquet
+from sluice.pipeline.roles import ROLES, Input, RoleName
 from sluice.pipeline.run.provenance import main_versions
+from sluice.pipeline.run.supervisor import end_session
 from sluice.pipeline.terminal import print_json, say
+from sluice.pipeline.user_modules import installed
 from sluice.pipeline.weights.versions import tensor_table
+from sluice.pipeline.wire.messages import ImageRef
 
-READ_S = 20.0
-_LITTLE = 1 << 30
+_LITTLE, _LEAST = 1 << 30, 1 << 26
+_CHILD_S = 60.0  # in addition to preflight.max_s: a cold import of torch takes this long
+_TAIL_CHARS = 800
+_FIRST_ROWS = 64  # the task is tried on some of them
+_OWN = ("parse", "match", "target", "reward")  # keys of rollout_matching that name the user's functions
+CHECKED = "SLUICE_PREFLIGHT_DONE"
+"""Environment variable that a supervisor sets for its children."""
 GROUP = "sluice.checks"
+
+
+class Note(str):
+    """A finding that is no error, and that is said at a start."""
+
+    __slots__ = ()
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,23 +60,124 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
     says: str
     exit_code: int = 0
+    is_note: bool = False
 
 
 class RowsFound(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of reading the prompts."""
+    """Result of reading the prompts of one epoch."""
 
-    rows: int  # per epoch, malformed ones included
-    read: int  # rows read before the time was up
+    read: int  # rows read before the time was up, malformed ones included
+    all_read: bool
     malformed: int = 0
     first_malformed: str | None = None  # file:line and the problem
+    truths: int = 0  # usable rows with a truth
+
+
+class FirstRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row that the task is tried on."""
+
+    where: str
+    messages: list[dict[str, Any]]
+    truth: Any = None
+    images: Sequence[ImageRef] = ()
+    metadata: dict[str, Any] = {}
 
 
 def examine(name: str, check: Callable[[], str]) -> Check:
     """Run one check."""
     try:
-        return Check(name=name, ok=True, says=check())
+        says = check()
+        return Check(name=name, ok=True, says=str(says), is_note=isinstance(says, Note))
     except SluiceError as error:
         return Check(name=name, ok=False, says=str(error), exit_code=error.exit_code)
+    except OSError as error:  # a path that this user may not even look at
+        says = f"{error.filename or name}: {error.strerror or error}; correct the path, or its permissions"
+        return Check(name=name, ok=False, says=says, exit_code=SluiceError.exit_code)
+
+
+def inputs_of(roles: Collection[RoleName]) -> list[Input]:
+    """What these roles read on this host, each input once."""
+    read = {name for role in roles for name in ROLES[role].reads}
+    return [name for name in get_args(Input) if name in read]
+
+
+def examine_inputs(
+    config: Config, inputs: Collection[Input], *, needed: bool = True, apart: bool = False
+) -> list[Check]:
+    """`needed`: a model or data that isn't set is an error. `apart`: a child reads rows and tries the task in any case,
+    so that this process stays small.
+    """
+    checks: dict[Input, Callable[[], str]] = {
+        "model": lambda: model(config, needed=needed),
+        "data": lambda: data(config, needed=needed),
+        "task": lambda: task(config),
+        "disk": lambda: disk(config),
+    }
+    foreign = apart or _is_foreign(config)
+    is_apart = {"data": foreign, "task": foreign or bool(own_functions(config))}
+    children = {name: _Child(name, config) for name in inputs if is_apart.get(name) and (needed or config.data.path)}
+    try:
+        return [children[name].result() if name in children else examine(name, checks[name]) for name in inputs]
+    finally:
+        for child in children.values():
+            child.close()
+
+
+def refuse(checks: Sequence[Check]) -> None:
+    """Raise NotReady with every problem, if there is one."""
+    if bad := [check for check in checks if not check.ok]:
+        raise NotReady(as_one([check.says for check in bad], "problems; nothing was started"), worst(bad))
+
+
+def own_functions(config: Config) -> dict[str, Any]:
+    """The user's own functions of the task: key of rollout_matching and its value."""
+    found = {name: getattr(config.rollout_matching, name, None) for name in _OWN}
+    return {name: value for name, value in found.items() if value}
+
+
+def _is_foreign(config: Config) -> bool:
+    """Whether another library reads the rows: pyarrow, datasets."""
+    path, form = config.data.path, config.data.format
+    return form in ("parquet", "datasets") or (
+        form == "auto" and path != "" and (path.startswith("hf:") or is_parquet(path) or Path(path).is_dir())
+    )
+
+
+class _Child:
+    """One check in a process of its own."""
+
+    def __init__(self, name: str, config: Config) -> None:
+        self._name, self._most_s = name, _CHILD_S + config.preflight.max_s
+        self._until = time.monotonic() + self._most_s
+        command = [sys.executable, "-P", "-m", __name__, name]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            tethered(command), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+        # One that is gone already has its exit code for an answer.
+        with contextlib.suppress(BrokenPipeError), cast("IO[bytes]", self._process.stdin) as stdin:
+            stdin.write(msgspec.msgpack.encode(config))  # JSON has no infinity
+        self._process.stdin = None  # it works while the other checks are made
+
+    def result(self) -> Check:
+        """Wait for it. A check that doesn't end proves nothing."""
+        try:
+            out, err = self._process.communicate(timeout=max(0.0, self._until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return Check(name=self._name, ok=True, says=f"not finished within {self._most_s:g} s", is_note=True)
+        try:
+            return msgspec.json.decode(out.splitlines()[-1] if out else b"", type=Check)
+        except msgspec.MsgspecError:
+            tail = err.decode(errors="replace")[-_TAIL_CHARS:].strip() or "no output"
+            says = f"the process that checks it ended with exit code {self._process.returncode}:\n{tail}"
+            return Check(name=self._name, ok=False, says=says, exit_code=ConfigError.exit_code)
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        end_session(self._process.pid)
 
 
 def python() -> str:
@@ -62,9 +188,11 @@ def python() -> str:
     return found
 
 
-def engine() -> str:
+def engine(config: Config | None = None) -> str:
     """The packages that decode and train."""
     found = main_versions()
+    if config and config.worker.backend == "vllm" and config.worker.count and not importlib.util.find_spec("vllm"):
+        raise SluiceError("worker.backend is vllm, and vllm is not installed; `pip install 'sluice[vllm]'`, or set hf")
     for package in ("torch", "transformers"):
         if package not in found:
             raise SluiceError(f"{package} is not installed; `make setup` or `pip install sluice`")
@@ -122,45 +250,54 @@ def data(config: Config, *, needed: bool = False) -> str:
     """The prompts: how many, and the first unusable one."""
     if not config.data.path and not needed:
         return "not set (data.path or --data)"
-    found = rows_of(config)
-    seen = "" if found.read >= found.rows else f" (the first {found.read:,} were read)"
+    path, max_s = config.data.path, config.preflight.max_s
+    found = cast("Callable[[Config, float], RowsFound]", installed(GROUP, "data"))(config, max_s)
+    rows = f"{found.read:,} {'row' if found.read == 1 else 'rows'}"
+    unscanned = "" if found.all_read else f"; the rest is unscanned (preflight.max_s {max_s:g})"
     if found.first_malformed is None:
-        return f"{config.data.path}: {found.rows:,} {_rows(found.rows)}, none malformed{seen}"
-    bad = f"{found.malformed:,} of {found.rows:,} {_rows(found.rows)} malformed{seen}"
-    count = f"{bad}, the first at {found.first_malformed}"
+        usable = found.read - found.malformed
+        some = f", {usable - found.truths:,} without a truth" if 0 < found.truths < usable else ""
+        says = f"{path}: {rows}, none malformed{some}{unscanned}"
+        return Note(says) if some or unscanned else says
+    count = f"{found.malformed:,} of {rows} malformed, the first at {found.first_malformed}"
     if config.data.on_malformed == "stop":
-        raise DataError(f"{count}; fix it, or skip such rows: --set data.on_malformed=skip")
-    return f"{config.data.path}: {count}; they are skipped"
+        raise DataError(f"{count}; fix it, or skip such rows: --set data.on_malformed=skip{unscanned}")
+    return Note(f"{path}: {count}; they are skipped{unscanned}")
 
 
-def _rows(count: int) -> str:
-    return "row" if count == 1 else "rows"
-
-
-def rows_of(config: Config) -> RowsFound:
-    """Read the prompts as the producer would; raises DataError."""
-    return cast("Callable[[Config, float], RowsFound]", _of_producers("data"))(config, READ_S)
+def task(config: Config) -> str:
+    """The task's functions import, and can train one of the first rows."""
+    rows: list[FirstRow] = []
+    try:
+        if config.data.path and config.preflight.max_s:
+            rows = cast("Callable[[Config, int], list[FirstRow]]", installed(GROUP, "first"))(config, _FIRST_ROWS)
+    except DataError:  # the data's check says so
+        rows = []
+    return cast("Callable[[Config, list[FirstRow]], str]", installed(GROUP, "task"))(config, rows)
 
 
 def source(config: Config, held: dict[bytes, bytes]) -> str:
     """Whether a run already begun can continue with this configuration; `held` is the broker's record of its source."""
-    return cast("Callable[[Config, dict[bytes, bytes]], str]", _of_producers("source"))(config, held)
+    return cast("Callable[[Config, dict[bytes, bytes]], str]", installed(GROUP, "source"))(config, held)
 
 
-def _of_producers(name: str) -> Any:
-    for entry in importlib.metadata.entry_points(group=GROUP, name=name):
-        return entry.load()
-    raise SluiceError(f"no installed package reads prompts (entry point {GROUP}: {name}); `pip install sluice`")
+def rows_in_order(config: Config) -> None:
+    """The producer's own check: raises DataError. Under a supervisor that has read the rows it does nothing."""
+    if not os.environ.get(CHECKED):
+        data(config, needed=True)
 
 
 def disk(config: Config) -> str:
     """Room for weights, checkpoints and the broker's files."""
-    places = {existing_parent(Path(config.run_dir)), existing_parent(Path(config.broker.embedded_dir))}
+    ours = [config.run_dir] if config.broker.url else [config.run_dir, config.broker.embedded_dir]
+    places = {existing_parent(Path(directory)) for directory in ours}
     free = {place: shutil.disk_usage(place).free for place in sorted(places)}
     least = min(free, key=lambda place: free[place])
-    if free[least] < _LITTLE:
-        raise SluiceError(f"{least}: {gib(free[least])} free; weights and checkpoints need more; free some space")
-    return f"{gib(free[least])} free in {least}"
+    weights = sum(file.stat().st_size for file in Path(config.model.path or "/nowhere").glob("*.safetensors"))
+    if free[least] < max(weights, _LEAST):
+        raise SluiceError(f"{least}: {gib(free[least])} free; one checkpoint needs more; free some space")
+    says = f"{gib(free[least])} free in {least}"
+    return Note(f"{says}: little for weights and checkpoints") if free[least] < _LITTLE else says
 
 
 def existing_parent(path: Path) -> Path:
@@ -197,8 +334,12 @@ def diagnose(config: Path | None, overrides: tuple[str, ...], *, as_json: bool =
     except ConfigError as error:
         found.append(Check(name="config", ok=False, says=str(error), exit_code=error.exit_code))
     known = settings or Config()
-    for name, check in (("broker", broker), ("model", model), ("data", data)):
-        found.append(examine(name, lambda check=check: check(known)))
+    found.append(examine("broker", lambda: broker(known)))
+    if settings is None or not settings.model.path:
+        inputs: tuple[Input, ...] = ("model", "data")
+    else:
+        inputs = ("model", "data", "task")
+    found += examine_inputs(known, inputs, needed=False)
     code = worst(found)
     if as_json:
         print_json(Diagnosis(exit_code=code, checks=found))
@@ -211,4 +352,19 @@ def diagnose(config: Path | None, overrides: tuple[str, ...], *, as_json: bool =
 
 def line(check: Check) -> str:
     """One check as text."""
-    return f"{'ok   ' if check.ok else 'WRONG'} {check.name:<8} {check.says}"
+    return f"{'ok   ' if check.ok else 'WRONG'} {check.name:<8} {check.says}".replace("\n", "\n" + " " * 15)
+
+
+def answer(name: str) -> None:
+    """What the child does."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # what a user's module prints is no answer
+    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Config)
+    found = examine(name, lambda: task(config) if name == "task" else data(config, needed=True))
+    os.write(out, b"\n" + msgspec.json.encode(found) + b"\n")
+
+
+if __name__ == "__main__":
+    from sluice.pipeline.run import preflight  # this module again, as others know it
+
+    preflight.answer(sys.argv[1])

@@ -62,6 +62,7 @@ def contract_of(config: Config) -> dict[str, Any]:
         "producer.samples_per_version": config.producer.samples_per_version,
         "producer.max_staleness": config.producer.max_staleness,
         "rollout_matching.task": config.rollout_matching.task,
+        "rollout_matching.reward": msgspec.to_builtins(config.rollout_matching.reward),
         **{f"sampling.{name}": value for name, value in sampling.items()},
     }
 

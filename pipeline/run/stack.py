@@ -32,11 +32,12 @@ from sluice.pipeline.config import Config
 from sluice.pipeline.config.load import ENVIRONMENT
 from sluice.pipeline.errors import BrokerError, MessageError
 from sluice.pipeline.files import write_atomic
-from sluice.pipeline.http.server import free_port
+from sluice.pipeline.http.server import bind_near
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import JobQueue
 from sluice.pipeline.roles import ONLOOKERS, ROLES, RoleName
 from sluice.pipeline.run import provenance
+from sluice.pipeline.run.preflight import CHECKED
 from sluice.pipeline.run.progress_panel import Progress
 from sluice.pipeline.run.supervisor import Child, Supervisor, sluice_command
 from sluice.pipeline.status.heartbeat import Heartbeat, read_row
@@ -208,11 +209,20 @@ def with_workers(config: Config, count: int) -> Config:
 
 def with_dashboard_port(config: Config) -> Config:
     """The same configuration, with a free dashboard port if its own is taken or 0."""
+    listener, config = dashboard_listener(config)
+    if listener is not None:
+        listener.close()
+    return config
+
+
+def dashboard_listener(config: Config) -> tuple[socket.socket | None, Config]:
+    """The dashboard's listening socket and the configuration with its port; None if nothing listens there."""
     dashboard = config.dashboard
-    if not dashboard.enabled:
-        return config
-    port = free_port(dashboard.host, dashboard.port)
-    return msgspec.structs.replace(config, dashboard=msgspec.structs.replace(dashboard, port=port))
+    listener = bind_near(dashboard.host, dashboard.port) if dashboard.enabled else None
+    if listener is None:
+        return None, config
+    settings = msgspec.structs.replace(dashboard, port=int(listener.getsockname()[1]))
+    return listener, msgspec.structs.replace(config, dashboard=settings)
 
 
 def run_stack(
@@ -229,12 +239,14 @@ def run_stack(
             settings = msgspec.structs.replace(config.broker, url=url)
             config = msgspec.structs.replace(config, broker=settings)
         connections.refuse_unsafe(config.broker, connections.ping(config.broker, config.run))
-        return asyncio.run(_supervised(with_dashboard_port(config), title, watch, extra or {}))
+        listener, config = dashboard_listener(config)  # bound first: the address that is said is its own
+        with listener or contextlib.nullcontext():
+            return asyncio.run(_supervised(config, title, watch, extra or {}, listener))
 
 
-def plan(config: Config, resolved: Path) -> dict[str, list[str]]:
-    """Process name → command."""
-    counts: dict[RoleName, int | None] = {  # None: one process, named like its role
+def counts(config: Config) -> dict[RoleName, int | None]:
+    """How many processes of each role `up` and `run` start; None: one, named like its role."""
+    return {
         "trainer": 0 if config.trainer.external else None,
         "producer": None,
         "consumer": config.consumer.count,
@@ -244,8 +256,12 @@ def plan(config: Config, resolved: Path) -> dict[str, list[str]]:
         "rollout-server": config.rollout_server.count,
         "dashboard": None if config.dashboard.enabled else 0,
     }
+
+
+def plan(config: Config, resolved: Path) -> dict[str, list[str]]:
+    """Process name → command."""
     found: dict[str, list[str]] = {}
-    for name, count in counts.items():
+    for name, count in counts(config).items():
         role, command = ROLES[name], sluice_command(ROLES[name].command, "-c", str(resolved))
         if count is None:
             found[name] = command
@@ -273,16 +289,19 @@ def child_environment(config: Config) -> dict[str, str]:
         "SLUICE_ROLLOUT_URL": config.rollout.url,
         "SLUICE_GATEWAY_URL": config.rollout.gateway_url,
     }
-    return {**inherited, **{name: url for name, url in urls.items() if url}}
+    return {**inherited, CHECKED: "1", **{name: url for name, url in urls.items() if url}}
 
 
-async def _supervised(config: Config, title: str, watch: Watch | None, extra: dict[str, list[str]]) -> int:
+async def _supervised(
+    config: Config, title: str, watch: Watch | None, extra: dict[str, list[str]], listener: socket.socket | None
+) -> int:
     run_dir = Path(config.run_dir) / config.run
     resolved = provenance.store(config, run_dir)
     client = connections.connect(config.broker, config.run)
     supervisor = Supervisor(config.up, run_dir / "logs", child_environment(config), Deaths(client, config).settle)
     for name, command in {**plan(config, resolved), **extra}.items():
-        supervisor.add(name, command, optional=name in ONLOOKERS)
+        own = listener if name == "dashboard" else None
+        supervisor.add(name, command, optional=name in ONLOOKERS, listener=own)
     try:
         with Progress(title) as progress:
             for place in (f"files {run_dir}", f"logs {supervisor.log_dir}", *addresses(config)):

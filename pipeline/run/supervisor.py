@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sluice.pipeline.child_process import tethered
+from sluice.pipeline.child_process import LISTENER, tethered
 from sluice.pipeline.config.types import UpConfig
 from sluice.pipeline.errors import ConfigError, DataError, ModelError, SluiceError
 from sluice.pipeline.logs import get_logger
@@ -46,6 +47,7 @@ class Child:
     killed: int = 0  # pid of the process that the supervisor itself killed
     done: bool = False
     optional: bool = False
+    listener: socket.socket | None = None  # handed to every process of it
 
     @property
     def pid(self) -> int | None:
@@ -66,10 +68,13 @@ class Supervisor:
         self.deaths = 0
         self._on_death, self._told = on_death, set[asyncio.Task[None]]()
 
-    def add(self, name: str, command: Sequence[str], *, optional: bool = False) -> None:
-        """Register a command under a name; `run` starts it."""
+    def add(
+        self, name: str, command: Sequence[str], *, optional: bool = False, listener: socket.socket | None = None
+    ) -> None:
+        """Register a command under a name; `run` starts it. A listener is closed when it's of no more use."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.children[name] = Child(name, list(command), self.log_dir / f"{name}.log", optional=optional)
+        log = self.log_dir / f"{name}.log"
+        self.children[name] = Child(name, list(command), log, optional=optional, listener=listener)
 
     async def run(self) -> None:
         """Keep the children running until cancelled; raises SluiceError if one keeps failing."""
@@ -101,6 +106,8 @@ class Supervisor:
         running = [(child, child.process) for child in self.children.values() if child.process]
         for child in self.children.values():
             child.process = None
+            if child.listener is not None:
+                child.listener.close()
         if not running:
             return
         for _, process in running:
@@ -140,10 +147,14 @@ class Supervisor:
 
     def _start(self, child: Child) -> None:
         env = {**self.env, "SLUICE_PROCESS_NAME": child.name}
+        handed: list[int] = []
+        if child.listener is not None:
+            handed = [child.listener.fileno()]
+            env[LISTENER] = str(handed[0])
         with child.log.open("ab") as log:
             child.process = subprocess.Popen(
                 tethered(child.command), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                env=env, start_new_session=True,
+                env=env, start_new_session=True, pass_fds=handed,
             )  # fmt: skip
         child.starts += 1
 
@@ -151,6 +162,8 @@ class Supervisor:
         self.deaths += 1
         if code in _FINAL and child.optional:
             child.done = True
+            if child.listener is not None:  # callers would wait for an answer
+                child.listener.close()
             get_logger().warning("left out", process=child.name, why=last_line(child.log))
             return
         if code in _FINAL:
@@ -161,12 +174,17 @@ class Supervisor:
             child.restarts.popleft()
         if len(child.restarts) > self.config.max_restarts and not child.optional:
             raise SluiceError(
-                f"{child.name} ended {len(child.restarts)} times, last with {code}: {last_line(child.log)} "
+                f"{child.name} ended {len(child.restarts)} times, last with {code}: {_why(child, code)} "
                 f"(log: {child.log})"
             )
         delay = self.config.restart_backoff_s * 2 ** min(len(child.restarts) - 1, 16)
         child.due = now + min(delay, self.config.restart_backoff_max_s)
-        get_logger().warning("restarting", process=child.name, code=code, why=last_line(child.log))
+        get_logger().warning("restarting", process=child.name, code=code, why=_why(child, code))
+
+
+def _why(child: Child, code: int) -> str:
+    """A killed process has written nothing about its end: the last line of its log is about something else."""
+    return "killed (SIGKILL), perhaps for memory" if code == -signal.SIGKILL else last_line(child.log)
 
 
 def sluice_command(*arguments: str) -> list[str]:

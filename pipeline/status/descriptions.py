@@ -5,11 +5,11 @@ Only this module writes this text: no program parses a sentence, so any of them 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sluice.pipeline.broker.retry import FULL_REMEDY
-from sluice.pipeline.roles import ROLES, known
+from sluice.pipeline.roles import ROLES, RoleName, known
 from sluice.pipeline.status.diagnosis import Verdict
 from sluice.pipeline.status.snapshot import CreditUse, Process, Snapshot, Stall, StallKind
 from sluice.pipeline.status.stages import Stage
@@ -397,6 +397,34 @@ def verdict_text(now: Snapshot, verdict: Verdict) -> str:
             return f"it works: {seen}, and {verdict.busy} is working"
         case "waiting":
             return f"it waits: {seen}, every process waits, for no known cause"
+
+
+def headline(now: Snapshot, verdict: Verdict, busiest: Sequence[RoleName], learned: str = "") -> str:
+    """The verdict in one line, for a page. `learned`: how a score moved; "" if none is known yet."""
+    blocking = [stall for stall in now.stalls if stall.blocks] or now.stalls
+    match verdict.state:
+        case "complete":
+            return f"Complete: {learned or counted(now.trained, 'sequence') + ' trained'}"
+        case "idle":
+            return "Nothing has started yet"
+        case "stalled":
+            failed = blocking[0].kind in ("process_failed", "guard_refused")
+            more = f" (and {counted(len(blocking) - 1, 'more cause')})" if len(blocking) > 1 else ""
+            what = stall_text(now, blocking[0]).what
+            return f"{'' if failed else 'Stalled: '}{what}{more}"
+        case "waiting":
+            return "Waiting: every process waits, for no known cause"
+        case "moving" | "working":
+            what = learned or ("training" if now.trained else "starting: no step has been trained yet")
+            return f"Healthy: {what}" + (f"; {_bottleneck(busiest)}" if busiest else "")
+
+
+def _bottleneck(busiest: Sequence[RoleName]) -> str:
+    if len(busiest) == 1:
+        role = ROLES[busiest[0]]
+        return f"the {role.name}s are the bottleneck" if role.name == "worker" else f"the {role.name} is the bottleneck"
+    names = [f"{name}s" if name == "worker" else name for name in busiest]
+    return f"{', '.join(names[:-1])} and {names[-1]} are equally busy"
 
 
 def _moved(counts: dict[str, int]) -> str:

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections import deque
 from itertools import pairwise
 
+from sluice.pipeline.roles import PARTICIPANTS, RoleName
 from sluice.pipeline.status.snapshot import Snapshot
 
 COUNTS = ("enqueued", "committed", "accepted", "trained", "dead", "dropped", "tokens", "ended", "redelivered_jobs")
 _POINTS = 120
+_BUSY_POINTS, _LEAST_POINTS = 60, 5
+_BUSY, _EQUAL = 0.5, 0.1
 
 
 class Rates:
@@ -23,6 +26,7 @@ class Rates:
         self._seen: deque[tuple[float, dict[str, int]]] = deque(maxlen=_POINTS + 1)  # Unix s, counts
         self._now: Snapshot | None = None
         self._idle: dict[str, tuple[float, bool]] = {}  # since (Unix s), and whether its start was seen
+        self._busy: deque[dict[RoleName, float]] = deque(maxlen=_BUSY_POINTS)  # share of its processes that work
 
     def add(self, now: Snapshot) -> None:
         """Add the newest snapshot; one that isn't newer than the last is ignored."""
@@ -37,6 +41,22 @@ class Rates:
         idle = [name for name, count in _stored(now).items() if not count]
         self._idle = {name: self._idle.get(name, (now.at, self._now is not None)) for name in idle}
         self._now = now
+        self._busy.append(_working(now))
+
+    @property
+    def bottleneck(self) -> list[RoleName]:
+        """The role that works while the others wait, in the last minute; several if they are about equally busy.
+
+        Empty if every role mostly waits, or too little was seen.
+        """
+        if len(self._busy) < _LEAST_POINTS:
+            return []
+        roles: list[RoleName] = [role for role in PARTICIPANTS if role in self._busy[-1]]
+        shares: dict[RoleName, float] = {}
+        for role in roles:
+            shares[role] = sum(seen.get(role, 0.0) for seen in self._busy) / len(self._busy)
+        most = max(shares.values(), default=0.0)
+        return [role for role, share in shares.items() if share >= max(_BUSY, most - _EQUAL)]
 
     def idle(self, name: str) -> tuple[float, bool] | None:
         """For how many seconds `jobs`, `results`, `batches` or `weights` has been empty, as far as was seen.
@@ -72,6 +92,15 @@ class Rates:
         """Per second, oldest first, up to 120 points."""
         looks = list(self._seen)
         return [(b[1][name] - a[1][name]) / (b[0] - a[0]) for a, b in pairwise(looks)]
+
+
+def _working(now: Snapshot) -> dict[RoleName, float]:
+    found: dict[RoleName, float] = {}
+    for role in PARTICIPANTS:
+        rows = [row for row in now.processes if row.role == role and row.is_alive]
+        if rows:
+            found[role] = sum(row.wait is None for row in rows) / len(rows)
+    return found
 
 
 def _stored(now: Snapshot) -> dict[str, int]:

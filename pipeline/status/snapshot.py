@@ -66,7 +66,7 @@ class CreditUse(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     max_bytes: int | None = None
     ahead: int = 0  # enqueued sequences that are trained or may still be
-    max_ahead: int | None = None  # limit of `ahead` until the next version: (staleness + 1) versions' worth
+    max_ahead: int | None = None  # limit of `ahead`: what is trained, and (staleness + 1) versions' worth
     group: int = 1  # sequences in the next job
 
     @property
@@ -250,7 +250,7 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
         reasons={key: value for key, value in number.items() if ":" in key},
         metrics=read.metrics(keys.metrics, metrics),
         processes=read.processes(keys.processes, processes or {}, at),
-        credit=_credit(number, held, version or 0),
+        credit=_credit(number, held),
         unreadable=read.skipped,
     )
 
@@ -310,14 +310,13 @@ class Reading:
         self.skipped.append(_told.skip(key, entry, problem))
 
 
-def _credit(number: Mapping[str, int], held: Mapping[str, int], version: int) -> CreditUse:
+def _credit(number: Mapping[str, int], held: Mapping[str, int]) -> CreditUse:
     """Computed as in credit.lua."""
     enqueued, trained, dead, dropped = (number.get(name, 0) for name in ("enqueued", "trained", "dead", "dropped"))
     per_version, staleness = held.get("per_version"), held.get("staleness")
     max_ahead = None
     if per_version is not None and staleness is not None:
-        max_ahead = (staleness + 1) * per_version
-        max_ahead += max(version * per_version - number.get("thinned", 0), trained)
+        max_ahead = (staleness + 1) * per_version + trained
     return CreditUse(
         sequences=enqueued - trained - dead - dropped,
         max_sequences=held.get("max_in_flight") or None,

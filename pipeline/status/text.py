@@ -19,6 +19,7 @@ _WAITS: dict[WaitKind, str] = {
     WaitKind.JOBS: "jobs (none is ready)",
     WaitKind.PROMPTS: "the prompts of {count} jobs",
     WaitKind.RESULTS: "results from the workers",
+    WaitKind.REWARDS: "your reward functions, on {count} sequences",
     WaitKind.BATCHES: "training batches from the consumers",
     WaitKind.IMAGES: "the images of {count} samples",
     WaitKind.SCORE_JOBS: "score jobs (none is ready)",

@@ -99,6 +99,8 @@ _PROCESS = [
     _fact("pending_samples", "samples waiting for a full batch", "pending", "consumer"),
     _fact("open_groups", "groups waiting for their other sequences", "open_groups", "consumer"),
     _timed("hand_off_samples", "samples of one batch handed on", "consumer", _SAMPLES),
+    _timed("reward_seconds", "your reward functions on one sequence, all of them", "consumer"),
+    _fact("reward_failures_total", "sequences dropped because a reward function failed", "reward_failures", "consumer"),
     _fact("train_steps_total", "optimiser steps of the run; a resumed trainer continues", "step", "trainer"),
     _fact("trained_samples_total", "samples trained in the run", "samples", "trainer"),
     _timed("train_step_seconds", "one optimiser step, its checkpoint left out", "trainer"),

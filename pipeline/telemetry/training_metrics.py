@@ -3,6 +3,8 @@
 - A sample carries *recorded* keys: counters, flags and observations, one number each.
 - `reduce` turns the recorded keys of many samples into the *published* keys: counters sum, flags take the
   maximum, rates are ratios of global sums (never means of rates), percentiles use all observations.
+- Keys under `reward/` are the parts of a reward, by the names of its functions or of what they return; they are
+  averaged over the samples that have them.
 - Published names are frozen: a rename is a deprecation. Keys under `custom/` are the user's; they are summed.
 - A published key appears if at least one sample recorded one of its sources.
 """
@@ -161,6 +163,7 @@ RECORDED_ONLY = {
     "rollout/train_len": "tokens of prompt and target",
     "rollout/append_len": "tokens of the target that were not sampled",
     "rollout/rewards": "summed reward",
+    "rollout/reward_s": "seconds of the reward functions of the sequence",
     "rollout/rewarded_samples": "1 per sequence with a reward",
 }
 """Keys that samples record and no page publishes: the parts of ratios, and observations."""
@@ -225,7 +228,11 @@ _TABLE: list[Metric] = [
     _flag("rollout/backend_hf", "decoded by transformers"),
     _flag("rollout/backend_vllm", "decoded by vLLM"),
     _rate("rollout/reward_mean", "rewards", "rewarded_samples", "mean reward"),
+    Metric("rollout/reward_s_mean", Mean("rollout/reward_s"), "seconds", "mean time of your reward functions"),
 ]
+
+PARTS = "reward/"
+"""Before the name of a part of a reward."""
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 """Every published key."""
@@ -233,13 +240,22 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 RECORDED: frozenset[str] = frozenset(RECORDED_ONLY) | {
     source for metric in _TABLE for source in metric.reduction.sources
 }
-"""Every key that a sample may record (besides `custom/`)."""
+"""Every key that a sample may record (besides `custom/` and `reward/`)."""
+
+
+def reward_parts(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The parts of a sample's reward by name.
+
+    >>> reward_parts({"reward/length": 0.5, "rollout/samples": 1.0})
+    {'length': 0.5}
+    """
+    return {key.removeprefix(PARTS): value for key, value in metrics.items() if key.startswith(PARTS)}
 
 
 def check_keys(keys: Iterable[str]) -> None:
     """Raises TaskError for a key that samples may not record."""
     for key in keys:
-        if key not in RECORDED and not key.startswith("custom/"):
+        if key not in RECORDED and not key.startswith(("custom/", PARTS)):
             near = get_close_matches(key, sorted(RECORDED), n=1)
             hint = f"did you mean {near[0]!r}?" if near else "see pipeline/telemetry/training_metrics.py"
             raise TaskError(f"no sample records the metric {key!r}; {hint} Own keys start with custom/")
@@ -258,8 +274,10 @@ def reduce(samples: Samples) -> dict[str, float]:
         for name, metric in METRICS.items()
         if seen.intersection(metric.reduction.sources)
     }
-    custom = sorted(key for key in seen if key.startswith("custom/"))
-    return published | {key: Sum(key).reduce(samples) for key in custom}
+    own = {"custom/": Sum, PARTS: Mean}
+    for prefix, reduction in own.items():
+        published |= {key: reduction(key).reduce(samples) for key in sorted(seen) if key.startswith(prefix)}
+    return published
 
 
 def _observed(samples: Samples, key: str) -> list[float]:

@@ -7,7 +7,9 @@ complete model directory. Safetensors headers are read here without torch.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -77,10 +79,13 @@ def _header(file: Path) -> dict[str, _Entry]:
     return header
 
 
-def write_version(source: Path, root: Path, manifest: WeightVersion) -> WeightVersion:
+def write_version(
+    source: Path, root: Path, manifest: WeightVersion, fence: Callable[[], None] = lambda: None
+) -> WeightVersion:
     """Create `root/v000012` from a durable model directory: hard links if possible, written elsewhere, then renamed.
 
     Returns the manifest with path, digest and tensors filled in; an existing directory with the same digest is kept.
+    `fence` is called right before the rename, and may raise to prevent it.
     """
     target = root / f"v{manifest.version:06d}"
     digest = digest_of(source)
@@ -92,14 +97,14 @@ def write_version(source: Path, root: Path, manifest: WeightVersion) -> WeightVe
     full = msgspec.structs.replace(manifest, path=str(target), digest=digest, tensors=tensor_table(source))
     if target.exists():
         return full
-    aside = root / f".{target.name}.{os.getpid()}.tmp"
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = root / f".{target.name}.{secrets.token_hex(8)}.tmp"  # pids repeat across containers
     aside.mkdir(parents=True)
     for file in sorted(source.iterdir()):
         if file.is_file():
             _link_or_copy(file, aside / file.name)
     write_atomic(aside / MANIFEST, msgspec.json.encode(full, enc_hook=_json_arrays))
     fsync_tree(aside)
+    fence()
     aside.rename(target)
     fsync_directory(root)
     return full

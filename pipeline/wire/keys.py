@@ -59,7 +59,7 @@ class Keys:
         self.wake = f"{self.prefix}wake"  # list: one element wakes one idle worker
         self.watch = f"{self.prefix}watch"  # string: the worker that polls for work without a wake-up, expires
         # + job id → hash: n, ndone, score, at, bytes, expires, call, reply, foreign, owner, worker, since, attempt,
-        # excused, shared, deaths, alone (suspects that may run together), together (that do), moved (the attempt that
+        # tries, shared, deaths, alone (suspects that may run together), together (that do), moved (the attempt that
         # got on), blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress), far:<index>, log
         # (queue/live_jobs.py)
         self.job_state = f"{self.prefix}job:"
@@ -67,9 +67,8 @@ class Keys:
         self.sweep = f"{self.prefix}sweep"
         self.aborts = f"{self.prefix}aborts"  # zset, on a cluster: in place of ARQ_ABORT
         self.progress = f"{self.prefix}progress:"  # + job id + : + index → pieces of a running sequence
-        # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, dead:<reason>, …, thinned (dropped by
-        # the trainer from steps that made a version); also bytes (in flight), tokens, called, replied, redelivered,
-        # replays, places (numbers given out), last:<stream>
+        # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, dead:<reason>, …; also bytes (in
+        # flight), tokens, called, replied, redelivered, replays, places (numbers given out), last:<stream>
         self.counts = f"{self.prefix}counts"
         self.results = f"{self.prefix}results:"  # + partition → stream
         self.batches = f"{self.prefix}batches"  # stream

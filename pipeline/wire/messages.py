@@ -101,6 +101,7 @@ class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
     stream_every: int = 0  # tokens between two TokenDeltas to the caller; 0 = none
     trace: dict[str, str] = {}  # W3C trace context
     metadata: dict[str, Any] = {}
+    keep_messages: bool = False  # results carry the messages: for reward functions
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_GROUP:
@@ -151,11 +152,12 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     triggers: dict[str, Any] = {}  # [W] repeat_terminate: 0|1, rule, at_token
     logprobs_mode: str = "raw_logprobs"  # [W] raw: temperature 1; processed_logprobs: the sampling temperature
     sampling: SamplingParams = SamplingParams()  # [W] as in effect
-    timings: dict[str, float] = {}  # [W] seconds: queue_s, decode_s; enqueued_at is a Unix time
+    timings: dict[str, float] = {}  # [W] seconds: queue_s, decode_s, behind_s; Unix times: enqueued_at, finished_at
     truth: Any = None  # [P] carried through
     images: list[ImageRef] = []  # [P] of the prompt, in its order; [W] sha256 of the bytes that were decoded
     task: str = "detection"  # [P]
     metadata: dict[str, Any] = {}  # [P] carried through
+    messages: list[Message] = []  # [P] of the prompt, carried through where a run has a reward function
 
     def __post_init__(self) -> None:
         check_columns(self.seq_id, self)
@@ -372,6 +374,7 @@ class RolloutHead(Wire, frozen=True, kw_only=True, tag="rollout"):
     task: str
     truth: Any = None
     metadata: dict[str, Any] = {}
+    keep_messages: bool = False  # as of a DecodeJob: those of the request
     request: dict[str, Any] = {}  # the producer's request, so that it can be sent again
     opened_at: float = 0.0  # Unix s, stamped on opening
 

@@ -30,6 +30,7 @@ class WaitKind(StrEnum):
     JOBS = "jobs"
     PROMPTS = "prompts"  # images and templates of jobs that were claimed
     RESULTS = "results"
+    REWARDS = "rewards"  # the user's reward functions
     BATCHES = "batches"
     IMAGES = "images"  # those of the samples that the trainer takes
     SCORE_JOBS = "score_jobs"

@@ -3,7 +3,7 @@
 - The loop: call the model, append its message, run the tools it asks for, append their results, repeat.
 - Every failure is an answer: ERROR with a category. `run` raises nothing but its own cancellation.
 - Waits are bounded (see the package) and named: if one times out, the answer says what it waited for.
-- At the end the trainer is told (`finish`), in both protocols; the answer is returned after that.
+- At the end the trainer is notified (`finish`), in both protocols, before the answer is returned.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Execution:
         return True
 
     async def run(self) -> RolloutResponse:
-        """Run it to its answer."""
+        """Run it and return its answer."""
         began, final_status = time.monotonic(), "ERROR"
         try:
             answer, final_status = self._completed(await self._in_line()), "COMPLETED"
@@ -89,7 +89,7 @@ class Execution:
         try:
             self.is_running, self.until = True, time.monotonic() + deadline_s
             reason = await self._bounded(self._whole_rollout(), deadline_s)
-            if self._ended.done():  # in the same moment
+            if self._ended.done():  # it was ended at the same moment
                 raise RolloutError("internal_error", self._ended.result()[0])
             return reason
         finally:
@@ -109,7 +109,7 @@ class Execution:
         if self._ended.done():
             raise RolloutError("internal_error", self._ended.result()[0])
         raise RolloutError(
-            "timeout", f"no end within {seconds:g} s (rollout_server.deadline_s), waiting for {self._waits_for}"
+            "timeout", f"did not end within {seconds:g} s (rollout_server.deadline_s), waiting for {self._waits_for}"
         )
 
     async def _whole_rollout(self) -> FinishReason:
@@ -225,7 +225,7 @@ class Execution:
         return answer
 
     async def _tell(self, final_status: str, answer: RolloutResponse) -> None:
-        """Close the rollout at the trainer; if that fails, the answer says so and stays unchanged otherwise."""
+        """Close the rollout at the trainer; if that fails, the answer says so and is otherwise unchanged."""
         now, ending_s = time.monotonic(), self._state.retries.ending_s
         left_s = min(self.until - now, _FINISH_S) if final_status == "COMPLETED" else 0.0
         try:

@@ -126,7 +126,7 @@ def _add_by_id(router: APIRouter, runs: Runs) -> None:
         "/rollout/cancel",
         tags=["rollouts"],
         summary="End a rollout",
-        response_description="Where it is now.",
+        response_description="Its current state.",
         responses=_ID_REFUSED,
     )
     async def cancel(request: CancelRequest) -> StatusResponse:
@@ -137,11 +137,11 @@ def _add_by_id(router: APIRouter, runs: Runs) -> None:
         f"/rollout/{ROLLOUT_ID}/status",
         tags=["rollouts"],
         summary="State of a rollout",
-        response_description="Where it is now.",
+        response_description="Its current state.",
         responses=_ID_REFUSED,
     )
     async def status(rollout_id: Annotated[str, _ROLLOUT_ID]) -> StatusResponse:
-        """`unknown`: it never began, or its answer is no longer kept."""
+        """`unknown`: it never started, or its answer is no longer kept."""
         return StatusResponse(rollout_id=rollout_id, status=runs.shown(rollout_id))
 
 

@@ -114,7 +114,7 @@ class RolloutSession:
         )
 
     def _without_suffix(self, messages: list[Message], error: TemplateDrift) -> PreparedCall:
-        """Drift before the call: the template gives no suffix; for a trainer that isn't ours, lengths decide."""
+        """Drift found before the call: the template yields no suffix. Lengths decide for other systems' trainers."""
         if self._drift == "error":
             raise RolloutError("mask_error", str(error)) from error
         self.num_drifts += 1
@@ -150,7 +150,7 @@ class RolloutSession:
                 "mask_error",
                 f"template drift: the trainer's prompt has {len(seen)} tokens, ours {len(ours)}, and they "
                 f"differ from token {at} on; use the same chat template and tools on both sides, or "
-                "rollout_server.template_drift=warn for a trainer that is not ours",
+                "rollout_server.template_drift=warn for another system's trainer",
             )
 
 

@@ -1,19 +1,20 @@
 """`sluice rollout try`: a model and its tools in your terminal, with the real agent loop and an in-process model.
 
 - The gateway's own code makes turns, masks and tool calls, so training would see the same.
-- A rollout lives as long as its LocalTrainer; nothing is stored or published.
+- A rollout lives as long as its LocalTrainer; nothing is published. Images are kept in a temporary directory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 from pydantic import ValidationError
@@ -21,15 +22,19 @@ from rich.panel import Panel
 from rich.text import Text
 
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import ConfigError, RequestError, SluiceError
-from sluice.pipeline.prompts.admission import image_parts
+from sluice.pipeline.errors import ConfigError, SluiceError
+from sluice.pipeline.images.writer import images_of_run
+from sluice.pipeline.prompts.admission import media_kind
 from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.pipeline.queue.rollouts import Turn
 from sluice.pipeline.terminal import Console
-from sluice.pipeline.wire.messages import Message, SamplingParams, SequenceResult
+from sluice.pipeline.user_modules import installed
+from sluice.pipeline.wire.messages import ImageRef, Message, SamplingParams, SequenceResult
 from sluice.producers.agents.executor import Execution
 from sluice.producers.agents.state import app_state
+from sluice.producers.agents.tools.image import ToolImage
 from sluice.producers.gateway.completion import chat_completion
+from sluice.producers.gateway.images import RequestImages
 from sluice.producers.gateway.tool_calls import ToolParser, assistant_message, load_tool_parser
 from sluice.producers.gateway.turns import Plan, plan_turn
 from sluice.producers.http.schemas import (
@@ -61,7 +66,9 @@ class Trial:
 
     def __init__(self, config: Config, options: TryOptions, console: Console | None = None) -> None:
         own = msgspec.structs.replace(config.rollout_server, tokenizers={})  # the model's own
-        self._config, self._options = msgspec.structs.replace(config, rollout_server=own), options
+        self._kept = tempfile.TemporaryDirectory(prefix="sluice-try-")
+        images = msgspec.structs.replace(config.images, store=self._kept.name)
+        self._config, self._options = msgspec.structs.replace(config, rollout_server=own, images=images), options
         self._view = View(console or Console())
         self._renderer: Renderer = load_policy_tokenizer(config.model)
         self._parser = load_tool_parser(config.gateway.tool_parser)
@@ -82,9 +89,12 @@ class Trial:
     ) -> None:
         self._close()
 
-    def say(self, text: str) -> bool:
-        """Send one message and run its rollout; returns whether it completed. A failed one changes nothing."""
-        return self._runner.run(self._say(text))
+    def say(self, text: str, images: Sequence[Path] = ()) -> bool:
+        """Send one message, its images before the text, and run its rollout; returns whether it completed.
+
+        A failed one changes nothing. Raises RequestError for a file that is no accepted image.
+        """
+        return self._runner.run(self._say(text, images))
 
     def converse(self) -> None:
         """Say each line of standard input until it ends."""
@@ -116,11 +126,16 @@ class Trial:
         self._state = await self._scope.enter_async_context(app_state(self._config))
         if not _shows(self._renderer, self._state.tools.schemas()):
             self._view.note("the chat template does not include the tools: the model does not know them")
-        opened = _open_engine()(self._config.model, self._config.worker)
+        self._images = RequestImages(self._config, model_takes_images=bool(self._renderer.placeholders))
+        self._scope.callback(self._images.close)
+        opened = installed(GROUP, "local")(self._config.model, self._config.worker, images_of_run(self._config))
         self._engine: Engine = await self._scope.enter_async_context(opened)
 
-    async def _say(self, text: str) -> bool:
-        messages = [*self._messages, {"role": "user", "content": text}]
+    async def _say(self, text: str, images: Sequence[Path]) -> bool:
+        limits = self._config.images
+        parts = [await asyncio.to_thread(ToolImage(path=one).part, limits, f"--image {one}") for one in images]
+        content: Any = [*parts, {"type": "text", "text": text}] if parts else text
+        messages = [*self._messages, {"role": "user", "content": content}]
         options = self._options
         try:
             request = RolloutRequest.model_validate(
@@ -137,7 +152,7 @@ class Trial:
             first = error.errors()[0]
             raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}; correct the option") from error
         self._shown = len(messages)
-        self._trainer = LocalTrainer(self._engine, self._renderer, self._parser, options.seed, self._show)
+        self._trainer = LocalTrainer(self._engine, self._renderer, self._parser, self._images, options.seed, self._show)
         answer = await Execution(request, self._state, self._trainer).run()
         self._view.end(answer)
         if answer.status is not RolloutStatus.COMPLETED:
@@ -162,6 +177,7 @@ class Trial:
             self._runner.run(self._scope.aclose())
         finally:
             self._runner.close()
+            self._kept.cleanup()
 
 
 def _shows(renderer: Renderer, tools: Sequence[dict[str, Any]]) -> bool:
@@ -171,19 +187,13 @@ def _shows(renderer: Renderer, tools: Sequence[dict[str, Any]]) -> bool:
     return not tools or told.prompt(said) != untold.prompt(said)
 
 
-def _open_engine() -> Any:
-    """Producers don't import workers: engines are found by name. Raises ConfigError."""
-    found = entry_points(group=GROUP, name="local")
-    if not found:
-        raise ConfigError(f"no engine is installed ({GROUP}: local); install the project again")
-    return next(iter(found)).load()
-
-
 class Engine(Protocol):
-    """What `sluice.engines` provide."""
+    """What `sluice.engines` provide: producers don't import workers."""
 
-    async def decode(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> SequenceResult:
-        """One sequence. Raises SluiceError."""
+    async def decode(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int, images: Sequence[ImageRef] = ()
+    ) -> SequenceResult:
+        """One sequence; the prompt has one placeholder for each image. Raises SluiceError."""
         ...
 
 
@@ -195,16 +205,16 @@ class LocalTrainer:
         engine: Engine,
         renderer: Renderer,
         parser: ToolParser,
+        images: RequestImages,
         seed: int,
         on_turn: Callable[[CompletionsRequest, Plan, CompletionsResponse], None],
     ) -> None:
         self._engine, self._renderer, self._parser = engine, renderer, parser
-        self._seed, self._on_turn = seed, on_turn
+        self._images, self._seed, self._on_turn = images, seed, on_turn
         self.turns: list[Turn] = []
 
     async def complete(self, call: CompletionsRequest, *, until: float) -> CompletionsResponse:
         """The model's next turn. Raises RolloutError."""
-        del until  # the caller enforces it
         try:
             sampling = SamplingParams(
                 temperature=call.temperature,
@@ -212,24 +222,25 @@ class LocalTrainer:
                 max_new_tokens=call.max_tokens,
                 stop=tuple(call.stop or ()),
             )
-            if image_parts([one.plain() for one in call.messages]):
-                raise RequestError(
-                    "images: `sluice rollout try` shows the model none; use a rollout server and a gateway"
-                )
+            taken = await self._images.of_messages([one.plain() for one in call.messages], until)
             plan = plan_turn(
                 self.turns,
-                [one.plain() for one in call.messages],
+                taken.messages,
                 call.tools or [],
                 sampling=sampling,
                 renderer=self._renderer,
                 response_mask=call.response_mask,
+                images=taken.refs,
             )
-            result = await self._engine.decode(plan.prompt_token_ids, sampling, self._seed + len(self.turns))
+            await self._images.store(taken, until)
+            seed = self._seed + len(self.turns)
+            result = await self._engine.decode(plan.prompt_token_ids, sampling, seed, plan.images)
             message = assistant_message(self._parser(result.text), plan.key)
             answer: dict[str, Any] = chat_completion([result], model=call.model, messages=[message])
+            turn = plan.turn(result, message)
         except (SluiceError, ValueError) as error:
             raise RolloutError("trainer_client_error", str(error)) from error
-        self.turns.append(plan.turn(result, message))
+        self.turns.append(turn)
         reply = CompletionsResponse.model_validate(answer)
         self._on_turn(call, plan, reply)
         return reply
@@ -261,10 +272,11 @@ class View:
     def added(self, messages: Sequence[Message], plan: Plan, mask: Sequence[int] | None) -> None:
         """Show what a call adds: the prompt, or tool results."""
         if plan.parent < 0:
-            self._line(f"prompt: {len(plan.added.token_ids)} tokens, {len(messages)} messages", "dim")
+            images = f", {len(plan.images)} images (one token for each here)" if plan.images else ""
+            self._line(f"prompt: {len(plan.added.token_ids)} tokens, {len(messages)} messages{images}", "dim")
             return
         for message in messages:
-            self._line(f"  {message.get('name', message['role'])} → {_plain(message.get('content'))}", "yellow")
+            self._line(f"  {message.get('name', message['role'])} → {_plain(_said(message.get('content')))}", "yellow")
         resync = ", resync: the reply's text renders differently" if plan.added.resynced else ""
         self._line(f"added: {len(plan.added.token_ids)} tokens, response_mask {len(mask or ())} x 0{resync}", "dim")
 
@@ -317,6 +329,14 @@ class View:
 
     def _line(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style))
+
+
+def _said(content: Any) -> Any:
+    """A list of parts as one text, without the bytes of its images."""
+    if not isinstance(content, list):
+        return content
+    parts = cast("list[dict[str, Any]]", content)
+    return " ".join("[image]" if media_kind(part) else str(part.get("text", "")) for part in parts)
 
 
 def _plain(text: Any) -> str:

@@ -1,7 +1,7 @@
 """The gateway: OpenAI-style completions over the decode queue, and rollouts that keep the tokens as sampled.
 
 ```
-POST /v1/chat/completions ─ requests ─▶ chat ─ turns ─▶ DecodeJob ─▶ workers ─▶ decoding ─▶ completion | stream
+POST /v1/chat/completions ─ requests ─▶ chat ─ turns ─▶ DecodeJob ─▶ workers ─▶ decoding ─▶ completion
                                          │                                         │
                                          └──────── Rollouts (Redis) ◀── add(turn) ─┘
 POST /v1/rollout/{id}/finish ─▶ trajectory ─▶ Rollouts.publish ─▶ result stream
@@ -16,6 +16,6 @@ POST /infer/ {infer_requests, request_config} ─▶ infer ─▶ [Envelope]
 | chat, infer, decoding   | a call from request to answer                                                |
 | turns, trajectory       | messages to turns, turns to training sequences                               |
 | tool_calls              | text to tool calls (pure)                                                    |
-| completion, stream      | results in OpenAI's format, whole or as events                               |
+| completion              | results in OpenAI's format, whole or as events                               |
 | metrics                 | counts and durations of requests                                             |
 """

@@ -35,7 +35,7 @@ _AGAIN = ("cancelled", "expired")
 
 
 class _Again(Exception):
-    """The job ended without an answer, through no fault of its own."""
+    """The job ended without an answer for an outside reason; it is worth another try."""
 
 
 class Decoding:

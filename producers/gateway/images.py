@@ -45,7 +45,7 @@ class Taken(NamedTuple):
 
     messages: list[Message]  # as they travel: each image part is its reference alone
     refs: list[ImageRef]  # in the order of the parts
-    pictures: list[tuple[str, bytes]]  # where, and what came as bytes: to be stored before a job refers to it
+    pictures: list[tuple[str, bytes]]  # (place, bytes) of images sent inline; stored before a job refers to them
 
 
 class RequestImages:
@@ -68,7 +68,7 @@ class RequestImages:
         return await self._taken(messages, places, given, self._all_checked(given), until)
 
     async def of_list(self, messages: Sequence[Message], urls: Sequence[str], where: str, until: float) -> Taken:
-        """The same for images sent beside the messages: those named in their parts are ignored. Raises Refusal."""
+        """The same for images sent beside the messages; URLs in the messages' parts are ignored. Raises Refusal."""
         given = [(f"{where}.{at}", url) for at, url in enumerate(urls)]
         checked, places = self._all_checked(given), _parts(messages)
         if len(places) != len(urls):
@@ -158,7 +158,7 @@ class RequestImages:
             message = f"{where}: no time was left to store the picture (gateway.request_timeout_s)"
             raise Refusal(504, message, where) from error
         except DeadlineExceeded as error:
-            raise Refusal(503, f"{where}: {error}; look at the disk of images.store", where) from error
+            raise Refusal(503, f"{where}: {error}; check the disk of images.store", where) from error
         except RequestError as error:
             raise Refusal(400, str(error), where) from error
 

@@ -124,7 +124,7 @@ class CoordExp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """One output: a chat completion with one choice, and our own signals beside it."""
+    """One output: a chat completion with one choice, plus our own signals."""
 
     response: dict[str, Any]
     coordexp: CoordExp

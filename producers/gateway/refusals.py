@@ -1,4 +1,4 @@
-"""What a caller gets if there is no answer.
+"""The errors that callers get instead of an answer.
 
 | status | why                                                                   |
 |--------|-----------------------------------------------------------------------|
@@ -49,7 +49,7 @@ class Refusal(SluiceError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to retry, or not to: OpenAI's clients retry after 409 and 5xx unless told not to."""
+        """Whether and when to retry: OpenAI's clients retry after 409 and 5xx unless a header forbids it."""
         if self._final:
             return {"x-should-retry": "false"}
         return {"Retry-After": "1"} if self.status in (429, 503) else {}

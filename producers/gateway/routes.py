@@ -15,13 +15,12 @@ from starlette.types import Receive, Scope, Send
 
 from sluice.pipeline.errors import MessageError, RequestError
 from sluice.pipeline.wire.messages import TokenDelta
-from sluice.producers.gateway.completion import Answer
+from sluice.producers.gateway.completion import Answer, ChatStream, with_error
 from sluice.producers.gateway.infer import encode_envelopes, read_call
 from sluice.producers.gateway.openapi import CHAT, CHAT_EXAMPLES, INFER, INFER_BODY, errors
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.requests import ChatRequest, FinishRequest
 from sluice.producers.gateway.service import Service, unless_gone
-from sluice.producers.gateway.stream import ChatStream, with_error
 from sluice.producers.gateway.trajectory import Verdict
 from sluice.producers.http.schemas import ROLLOUT_ID, RolloutResponse
 from sluice.producers.http.strict_json import StrictRoute

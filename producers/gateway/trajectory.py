@@ -130,6 +130,7 @@ def _about(
         "truth": head.truth if verdict.truth is None else verdict.truth,
         "task": head.task,
         "metadata": {**head.metadata, "num_turns": num_turns, "final_status": verdict.final_status, "parts": parts},
+        "messages": head.request.get("messages", []) if head.keep_messages else [],
     }
 
 

@@ -102,6 +102,7 @@ def heads_of(config: Config, row: Row, epoch: int, writer: ImageWriter) -> list[
             task=config.rollout_matching.task,
             truth=row.truth,
             metadata=metadata,
+            keep_messages=config.rollout_matching.reward is not None,
             request=_request(config, f"{group}:{index}", messages, metadata),
         )
         for index in range(n)

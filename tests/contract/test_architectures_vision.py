@@ -15,12 +15,12 @@ import torch
 from msgspec.structs import replace
 
 from sluice.consumers.training.forward import Layout, TrainerForward
-from sluice.consumers.training.images import joined_tensors, token_type_names
+from sluice.consumers.training.images import token_type_names
 from sluice.consumers.training.model import load_policy, probe_score, write_model
 from sluice.consumers.training.proximal import fill, plan
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import Config, ModelConfig, PolicyConfig, TrainerConfig
-from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
+from sluice.pipeline.images.processor import VisionInputs, VisionProcessor, joined_tensors
 from sluice.pipeline.wire.messages import GeometryTarget, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from sluice.workers.engine.contracts import WeightsProbe
@@ -205,6 +205,67 @@ def test_the_gradient_of_rows_is_that_of_plain_passes(
     text |= {id(each) for each in model.get_output_embeddings().parameters()}
     grown = [name for name, each in model.named_parameters() if each.grad is not None and id(each) not in text]
     assert bool(grown) is not frozen, grown
+
+
+def test_a_frozen_tower_sees_each_picture_once_and_the_gradient_is_the_same(
+    source: Path, config: Config, processor: VisionProcessor, tmp_path: Path
+) -> None:
+    """Whatever shows it: a group, several micro-batches and steps, until other weights are loaded."""
+    samples = samples_of(config, processor, tmp_path / "scans")
+    group = [replace(sample, seq_id=f"{number}-{sample.seq_id}") for number in range(2) for sample in samples]
+    images = taken(config, tmp_path / "pixels", group)
+    gradients: list[dict[str, torch.Tensor]] = []
+    for reuses in (True, False):
+        model = policy_of(source)
+        step = step_of(model, images, learning_rate=0.0, max_grad_norm=1e9)
+        step.prove()
+        features = step.features
+        assert features is not None
+        assert features.reuses, "this family can"
+        if not reuses:
+            features.give_up("to compare with")
+        before, found = features.computed, gradients_of(model)
+        step.run(group, 1)
+        step.score(group)
+        gradients.append(found)
+        if not reuses:
+            assert features.computed - before == 32
+            continue
+        assert (features.computed - before, features.num_bytes > 0) == (8, True)
+        model.load_state_dict(model.state_dict())
+        step.score(group[:1])
+        assert features.computed - before == 9, "loaded weights may be others"
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], gradient, rtol=0, atol=1e-3 * float(gradient.norm()), msg=name)
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    """Filled in by the next backward passes: the sum of each parameter's, by name."""
+    found: dict[str, torch.Tensor] = {}
+
+    def note(name: str) -> Any:
+        return lambda parameter: found.update({name: parameter.grad.clone()})
+
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(note(name))
+    return found
+
+
+def test_a_vision_tower_that_is_trained_runs_in_every_pass(
+    source: Path, config: Config, processor: VisionProcessor, tmp_path: Path
+) -> None:
+    refs = image_files(tmp_path / "scans", 1)
+    group = [seen_sample(f"s{number}", config, processor, refs) for number in range(3)]
+    images = taken(config, tmp_path / "pixels", group)
+    step = step_of(policy_of(source), images, freeze_vision=False)
+    step.prove()
+    features = step.features
+    assert features is not None
+    before = features.computed
+    step.run(group, 1)
+    assert (features.computed - before, features.reused) == (3, 0)
 
 
 def test_batches_of_the_hand_off_are_proved_with_their_mask(

@@ -94,20 +94,25 @@ async def test_a_vllm_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyP
         await VllmBackend(ModelConfig(path=str(model_dir))).start()
 
 
-def test_a_core_that_stands_still_while_it_starts_is_replaced_by_a_spawned_one(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fate", "event"),
+    [(signal.SIGSTOP, "vLLM hung at startup"), (signal.SIGSEGV, "vLLM's core died at startup")],
+    ids=["stalls", "dies"],
+)
+def test_a_forked_core_that_does_not_start_is_replaced_by_a_spawned_one(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, fate: signal.Signals, event: str
 ) -> None:
     """vLLM waits for its core without a deadline; a forked one may inherit a lock that nobody releases."""
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     before, log, over = cores(), EngineLog(), threading.Event()
 
-    def stop_the_first() -> None:
+    def hit_the_first() -> None:
         while not over.wait(0.005):
             for core in cores() - before:
-                os.kill(core.pid, signal.SIGSTOP)
+                os.kill(core.pid, fate)
                 return
 
-    stopper = threading.Thread(target=stop_the_first)
+    stopper = threading.Thread(target=hit_the_first)
     stopper.start()
 
     async def start() -> str:
@@ -115,6 +120,7 @@ def test_a_core_that_stands_still_while_it_starts_is_replaced_by_a_spawned_one(
         engine = start_engine(model, options, 6, RepeatTerminateConfig(enabled=False), 1, log, stall_s=4.0)
         (core,) = cores() - before
         engine.llm.shutdown(timeout=5)
+        await asyncio.to_thread(core.join, 120)
         return type(core).__name__
 
     try:
@@ -124,6 +130,6 @@ def test_a_core_that_stands_still_while_it_starts_is_replaced_by_a_spawned_one(
         over.set()
         stopper.join()
         log.close()
-    seen = [entry for entry in logs if entry["event"] == "vLLM hung at startup"]
+    seen = [entry for entry in logs if entry["event"] == event]
     assert [entry["start_method"] for entry in seen] == ["fork"]
     assert cores() <= before

@@ -23,7 +23,7 @@ from sluice.workers.engine.vllm import VllmBackend
 from sluice.workers.engine.vllm.vision import Vision
 from tests.contract.engine_fixtures import run, started
 from tests.contract.test_midflight_images import assert_seen_right
-from tests.contract.test_vision_families import messages
+from tests.contract.test_vision_families import messages, other_decoder
 from tests.contract.versions import Updates, Versions
 from tests.contract.vllm_fixtures import vlm_options
 from tests.contract.vlm_plain import PlainVlm
@@ -210,6 +210,24 @@ def test_an_update_amid_a_sequence_shows_the_image_again(pair: Pair, tmp_path: P
     assert set(output.versions) == {0, 1}
     plain = [PlainVlm(directory, do_resize=False) for directory in versions.directories.values()]
     assert_seen_right(output, plain, asked.prompt_token_ids, PICTURES[1])
+
+
+def test_images_stay_encoded_while_the_vision_part_stays_the_same(pair: Pair, tmp_path: Path) -> None:
+    frozen, trained = other_decoder(pair.directory, tmp_path / "frozen"), save_tiny_llava(tmp_path / "trained", seed=2)
+    versions = Versions({0: pair.directory, 1: frozen}, {})
+    asked = pair.request(PICTURES[3], temperature=1.0, max_new_tokens=100)
+    try:
+        output = asyncio.run(Updates(pair.vllm, versions, [(2, 1)]).decode([asked]))[0]
+        assert set(output.versions) == {0, 1}
+        assert pair.vllm.images_kept > 0
+        plain = [PlainVlm(directory, do_resize=False) for directory in versions.directories.values()]
+        assert_seen_right(output, plain, asked.prompt_token_ids, PICTURES[3])
+        _load(pair, trained, 2)
+        assert pair.vllm.images_kept == 0
+        pair.assert_equal(pair.request(PICTURES[3]))
+    finally:
+        _load(pair, pair.directory, 0)
+        assert pair.vllm.images_kept == 0
 
 
 def _load(pair: Pair, directory: Path, version: int) -> None:

@@ -26,6 +26,7 @@ class Rule:
 ELSEWHERE = (
     Rule(r"^source |^sluice completion .*--install", "parsed", "for an interactive shell; its scripts have own tests"),
     Rule(r"trainer\.external=true$|^python examples/", "parsed", "tests/e2e/test_custom_trainer.py runs both together"),
+    Rule(r"^python my_environment.py", "parsed", "tests/integration/gateway/test_environment.py plays it"),
     Rule("", "parsed", "made from --help, of which tests/unit/pipeline/test_cli_help.py parses all", "docs/cli.md"),
     Rule(r"^python scripts/reference.py ", "parsed", "tests/unit/test_docs_links.py asks it for every page"),
     Rule(r"^make (demo|test)$", "make", "installs and runs for minutes; the Makefile has the target"),

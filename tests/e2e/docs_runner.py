@@ -38,6 +38,7 @@ from tests.e2e.docs_rules import SHELL, STAYS, SUBSTITUTES, How, rule_for
 from tests.e2e.docs_workspace import Workspace
 from tests.e2e.processes import BIN, Process, end_all, launch
 
+_DEADLINE_S = 300.0  # far more than a busy machine needs
 _STOPPED = (0, 128 + signal.SIGTERM)
 _PLAIN = re.compile(r"^sluice [^|<>;&$]*$")
 _VARIABLES = re.compile(r"^(?:\w+=\S+ +)+")
@@ -117,7 +118,7 @@ class Runner:
     def _shell(self, text: str) -> None:
         done = subprocess.run(
             ["bash", "-o", "pipefail", "-c", text.replace("curl ", "curl -sSf ")],
-            cwd=self.space.directory, env=self.space.env, capture_output=True, text=True, timeout=60,
+            cwd=self.space.directory, env=self.space.env, capture_output=True, text=True, timeout=_DEADLINE_S,
         )  # fmt: skip
         assert done.returncode == 0, f"{text}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
 
@@ -163,7 +164,7 @@ class Runner:
 
         return asyncio.run(read())
 
-    def _until(self, holds: Callable[[], bool], process: Process, what: str, deadline_s: float = 60) -> None:
+    def _until(self, holds: Callable[[], bool], process: Process, what: str, deadline_s: float = _DEADLINE_S) -> None:
         until = time.monotonic() + deadline_s
         while not holds():
             assert time.monotonic() < until, f"waited {deadline_s:.0f} s for {what}\n{process.tail()}"
@@ -180,7 +181,7 @@ class Runner:
         if self._left is not None:
             left, self._left = self._left, None
             left.signal(signal.SIGINT)
-            assert left.wait(60) == 130, left.tail()
+            assert left.wait(_DEADLINE_S) == 130, left.tail()
 
     def _terminal(self, text: str) -> None:
         """In a terminal of 80 x 24: it shows the run, and `q` ends it."""
@@ -193,7 +194,7 @@ class Runner:
             stdin=theirs, stdout=theirs, stderr=theirs, env=env, cwd=self.space.directory, start_new_session=True,
         )  # fmt: skip
         os.close(theirs)
-        seen, asked, until = b"", False, time.monotonic() + 60
+        seen, asked, until = b"", False, time.monotonic() + _DEADLINE_S
         while popen.poll() is None:
             assert time.monotonic() < until, f"{text}: {seen[-2000:]!r}"
             if select.select([ours], [], [], 0.1)[0]:

@@ -28,6 +28,8 @@ from tests.e2e.processes import BIN, environment
 from tests.tiny_models import save_tiny_model
 
 CONTEXT = 1024
+_FILE = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+"""A block of a page that is a file: its first line says the name."""
 RUNS = ("text", "rewards", "agents", "detection", "mine", "letters")
 _SMALL: dict[str, dict[str, Any]] = {
     "model": {"device": "cpu"},
@@ -78,6 +80,9 @@ class Workspace:
         (self.directory / "docs").mkdir()
         for page in DOCS.glob("*.*"):
             shutil.copy(page, self.directory / "docs")
+        for page in DOCS.glob("*.md"):
+            for name, code in _FILE.findall(page.read_text()):
+                (self.directory / name).write_text(code)
         self._rows("prompts.jsonl", text_rows(6))
         self._rows("scenes.jsonl", detection_rows(16))
         ask = [{"role": "user", "content": "What is 37 * 46 + 12?"}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,51 +20,59 @@ from sluice.pipeline.config import load_config
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.versions import verify
-from sluice.pipeline.wire.messages import TrainingBatch, WeightVersion, encode
+from sluice.pipeline.wire.messages import TrainingBatch, TrainingSample, WeightVersion, encode
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.e2e.fixtures import MakeStack
 from tests.e2e.processes import BIN, Process
 from tests.e2e.stack import Stack
+from tests.seen_samples import image_files, processor_of, seeing_config, seen_sample
+from tests.tiny_vision_models import save_tiny_qwen3_vl
 from tests.trainers import random_sample
 
 FSDP = Path(__file__).parents[2] / "configs/accelerate/fsdp.yaml"
+SamplesOf = Callable[[int], list[TrainingSample]]
 STEPS = 4
 LENGTH = 16
 
 
 @pytest.fixture
-def make_run(make_stack: MakeStack) -> Callable[[], Stack]:
+def make_run(make_stack: MakeStack) -> Callable[..., Stack]:
     """A run with a policy loss whose batches are all there; it needs nobody but a trainer."""
 
-    def make() -> Stack:
+    def make(samples_of: SamplesOf = text_samples, **sections: Any) -> Stack:
         stack = make_stack(
             [],
             "exact_answer",
             producer={"samples_per_version": 2},
-            policy={"enabled": True, "advantage": "reward", "weight_cap": 1e6, "weight_floor": 1e-9},
             scorer={"count": 0},
-            trainer={"keep_checkpoints": 10},
+            policy={"enabled": True, "advantage": "reward", "weight_cap": 1e6, "weight_floor": 1e-9},
+            **{"trainer": {"keep_checkpoints": 10}, **sections},
         )
-        hand_on(stack)
+        hand_on(stack, samples_of)
         return stack
 
     return make
 
 
-def hand_on(stack: Stack) -> None:
-    """Two samples per step, sampled by the version before the trainer's: it scores them itself before the update."""
+def text_samples(step: int) -> list[TrainingSample]:
+    """Two, sampled by the version before the trainer's: it scores them itself before the update."""
+    return [
+        replace(
+            random_sample(f"{step}-{member}", LENGTH),
+            logprobs=FloatArray([-6.0] * LENGTH),
+            versions=Runs.of([max(0, step - 1)] * LENGTH),
+            response_mask=Runs.of([0, 0] + [1] * (LENGTH - 2)),
+            advantage=1.0 - 2 * member,
+        )
+        for member in range(2)
+    ]
+
+
+def hand_on(stack: Stack, samples_of: SamplesOf) -> None:
+    """Two samples per step."""
     client = stack.client()
     for step in range(STEPS):
-        samples = [
-            replace(
-                random_sample(f"{step}-{member}", LENGTH),
-                logprobs=FloatArray([-6.0] * LENGTH),
-                versions=Runs.of([max(0, step - 1)] * LENGTH),
-                response_mask=Runs.of([0, 0] + [1] * (LENGTH - 2)),
-                advantage=1.0 - 2 * member,
-            )
-            for member in range(2)
-        ]
+        samples = samples_of(step)
         client.xadd(stack.keys.batches, {"b": encode(TrainingBatch(batch_id=str(step), samples=samples))})
         for name in ("enqueued", "accepted"):
             client.hincrby(stack.keys.counts, name, 2)
@@ -116,7 +125,7 @@ def recomputed(stack: Stack) -> list[float]:
     return [line["policy/recomputed_tokens"] for line in read_steps(stack.run_dir / "metrics.jsonl")]
 
 
-def test_fsdp_trains_the_same_weights_and_goes_on_after_a_stop(make_run: Callable[[], Stack]) -> None:
+def test_fsdp_trains_the_same_weights_and_goes_on_after_a_stop(make_run: Callable[..., Stack]) -> None:
     plain, sharded = make_run(), make_run()
     first = launch(sharded, "--set", "trainer.max_versions=2")
     asyncio.run(train(load_config(plain.config_file, environ={"REDIS_URL": str(plain.broker_url)})))
@@ -130,3 +139,34 @@ def test_fsdp_trains_the_same_weights_and_goes_on_after_a_stop(make_run: Callabl
     assert ours.probe_score == pytest.approx(theirs.probe_score, abs=1e-4)
     published = load_policy(verify(ours), ModelConfig(device="cpu"))
     assert probe_score(published, list(ours.probe_token_ids)) == pytest.approx(ours.probe_score, abs=1e-4)
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen vision tower", "trained vision tower"])
+def test_fsdp_trains_the_same_weights_on_images(make_run: Callable[..., Stack], tmp_path: Path, frozen: bool) -> None:
+    model, root = save_tiny_qwen3_vl(tmp_path / "model"), tmp_path / "scans"
+    config = seeing_config(model, root)
+    processor = processor_of(config)
+
+    def samples_of(step: int) -> list[TrainingSample]:
+        refs = image_files(root, 2, seed=10 * step)
+        return [
+            replace(sample, advantage=1.0 - 2 * member)
+            for member in range(2)
+            for sample in [seen_sample(f"{step}-{member}", config, processor, refs[: 1 + member], seed=10 * step)]
+        ]
+
+    sections: dict[str, Any] = {
+        "model": {"path": str(model), "device": "cpu"},
+        "images": {"roots": [str(root)]},
+        "trainer": {"keep_checkpoints": 10, "freeze_vision": frozen},
+    }
+    plain, sharded = make_run(samples_of, **sections), make_run(samples_of, **sections)
+    launched = launch(sharded)
+    asyncio.run(train(load_config(plain.config_file, environ={"REDIS_URL": str(plain.broker_url)})))
+    assert "event=sharded by=FSDP2 backend=gloo" in log_of(launched)
+    first, last = tensors(plain, 1), tensors(plain, STEPS)
+    tower = [name for name in first if "visual" in name and not name.startswith("optimizer")]
+    assert tower
+    assert all(torch.equal(first[name], last[name]) for name in tower) == frozen
+    for step in range(1, STEPS + 1):
+        assert apart(tensors(plain, step), tensors(sharded, step)) < 1e-6

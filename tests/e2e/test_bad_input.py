@@ -25,10 +25,31 @@ def test_a_malformed_line_stops_the_run_and_is_named(make_stack: MakeStack) -> N
         assert alone.popen.poll() is None, alone.tail()
     producer = stack.start("produce")
     assert producer.wait() == 3, producer.tail()
-    assert f"error: {stack.data}:5: malformed row" in producer.text()
+    assert f"error: 1 of 8 rows malformed, the first at {stack.data}:5: malformed row" in producer.text()
     whole = stack.start("run")
     assert whole.wait() == 3, whole.tail()
     assert f"{stack.data}:5: malformed row" in whole.text()
+
+
+def test_everything_wrong_is_said_before_anything_starts(make_stack: MakeStack) -> None:
+    """A model that isn't there, a bad line far from the first, functions that don't import or always fail, a typo."""
+    stack = make_stack(detection_rows(5000), embedded=True)
+    spoil_line(stack, 5000)
+    (stack.directory / "own.py").write_text("def match(parsed, truth, ctx):\n    raise RuntimeError('boom')\n")
+    own = ["--set", "rollout_matching.match=own:match"]
+    whole = stack.start("run", "--model", "nosuch", "--set", "rollout_matching.parse=own:prase", *own)
+    failing = stack.start("up", "--set", "data.on_malformed=skip", *own)
+    typos = stack.start("run", "--set", "worker.cuont=2", "--set", "trainer.learning_rat=1")
+    for command, code, words in (
+        (whole, 5, ["3 problems; nothing was started", "nosuch: no such dir", f"{stack.data}:5000: mal", "no 'prase'"]),
+        (failing, 3, ["each of the first 4 rows would be dropped", "RuntimeError: boom"]),
+        (typos, 2, ["2 problems", "'count'", "'learning_rate'"]),
+    ):
+        assert command.wait() == code, command.tail()
+        for word in words:
+            assert word in command.text(), (word, command.tail())
+    assert not (stack.directory / "broker").exists()
+    assert not stack.run_dir.exists()
 
 
 def test_bad_rows_are_counted_and_the_others_are_trained(make_stack: MakeStack) -> None:

@@ -11,8 +11,13 @@ import re
 import runpy
 import signal
 import sys
+import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
+from functools import partial
+from hashlib import sha256
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,7 @@ from PIL import Image
 from sluice.pipeline.cli import main as cli
 from tests.e2e.processes import BIN, DEADLINE_S, Process, environment, launch
 from tests.e2e.slow_plugin import QUICK, SLOW
+from tests.pictures import png
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vlms import save_tiny_llava
 
@@ -57,6 +63,18 @@ def generate(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
         return code, said.out, said.err
 
     return call
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
+    """Serves the files of the test."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 @pytest.fixture
@@ -258,13 +276,47 @@ def test_rows_with_and_without_an_image_in_one_file(generate: Callable[..., Any]
     rows = [{"prompt": "a"}, {"prompt": "b", "images": ["pictures/red.png"]}, {"prompt": "c", "images": ["no.png"]}]
     rows.append({"messages": [{"role": "user", "content": [{"type": "image"}]}]})
     out = tmp_path / "a.jsonl"
-    code, _, said = generate(write(tmp_path / "in.jsonl", rows), out, "--max-new-tokens", "3", directory=vlm)
+    source = write(tmp_path / "in.jsonl", rows)
+    code, _, said = generate(source, out, "--max-new-tokens", "3", directory=vlm)
+    assert code == 3
+    assert "in.jsonl:4: malformed row: `images` has 0 entries and the messages have 1 image parts" in said
+    code, _, said = generate(source, out, "--max-new-tokens", "3", "--on-malformed", "skip", directory=vlm)
     assert code == 9, said
     text, seen, missing, blind = answers(out)
     assert [text["num_new_tokens"], seen["num_new_tokens"]] == [3, 3]
     assert seen["num_prompt_tokens"] > text["num_prompt_tokens"]
     assert "no.png: cannot be read" in missing["error"]
-    assert "but no image was sent; add one to `images`" in blind["error"]
+    assert "give one image for each part" in blind["error"]
+
+
+def test_images_as_bytes_by_url_and_by_digest_are_one_image(
+    generate: Callable[..., Any], tmp_path: Path, server: ThreadingHTTPServer
+) -> None:
+    """A server that is gone says nothing about a row: the command ends, and continues there."""
+    vlm, data = save_tiny_llava(tmp_path / "vlm"), png("red", 40, 30)
+    digest = sha256(data).hexdigest()
+    (tmp_path / "red.png").write_bytes(data)
+    (tmp_path / digest).write_bytes(data)
+    url = f"http://127.0.0.1:{server.server_port}"
+    kinds: list[Any] = ["red.png", {"bytes": b64encode(data).decode()}, f"{url}/red.png", f"sha256:{digest}"]
+    source = write(tmp_path / "in.jsonl", [{"prompt": "what?", "images": [one]} for one in kinds])
+    hosts, out = ("--set", f"images.hosts=[127.0.0.1:{server.server_port}]"), tmp_path / "a.jsonl"
+    code, _, said = generate(source, out, "--max-new-tokens", "3", *hosts, directory=vlm)
+    assert code == 0, said
+    first, *others = answers(out)
+    assert first["num_new_tokens"] == 3
+    assert all(one["token_ids"] == first["token_ids"] for one in others)
+    stranger = {"prompt": "what?", "images": ["http://127.0.0.2/red.png"]}
+    wrong = [stranger, {"prompt": "what?", "images": [{"path": "red.png", "sha256": "0" * 64}]}]
+    code, _, said = generate(write(tmp_path / "b.jsonl", wrong), tmp_path / "b-out.jsonl", *hosts, directory=vlm)
+    assert code == 9
+    assert "add it to images.hosts" in answers(tmp_path / "b-out.jsonl")[0]["error"]
+    assert "its bytes have sha256" in answers(tmp_path / "b-out.jsonl")[1]["error"]
+    server.shutdown()
+    server.server_close()
+    code, _, said = generate(source, out, "--max-new-tokens", "3", "--restart", *hosts, directory=vlm)
+    assert code == 8
+    assert re.search(r"row 2.*red\.png: .*3 times; check the server", said), said
 
 
 def test_a_text_model_answers_the_rows_without_an_image(generate: Callable[..., Any], tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_an_interrupted_demo_leaves_nothing_half_done(make_stack: MakeStack, mod
     if moment == "pipeline":
         target.parent.mkdir(parents=True)
         untrained_digits_model(target)
-    command = stack.sluice("demo", "--dir", str(directory))
+    command = stack.sluice("demo", "--task", "digits", "--dir", str(directory))
     if moment == "warm start":
         wait_for(lambda: "warm start: step" in command.text(), "the first steps", command, stack)
     else:

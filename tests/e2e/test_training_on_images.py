@@ -1,4 +1,4 @@
-"""A run over processes with a vision-language model and PNG files, one of which is gone before it is trained."""
+"""Runs over processes with a vision-language model and PNG files."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from typing import Any
 import pytest
 import redis
 
-from sluice.consumers.training.step_log import read_rollouts
+from sluice.consumers.training.step_log import read_rollouts, read_steps
 from tests.e2e.fixtures import MakeStack
+from tests.e2e.processes import Process
 from tests.e2e.stack import Row, Stack
 from tests.seen_samples import image_files
 from tests.tiny_vision_models import save_tiny_qwen3_vl
 
+ROOT = Path(__file__).parents[2]
 ROWS, SEEN = 10, 8
 
 
-def rows_of(root: Path) -> list[Row]:
-    """Rows with one or two pictures each, and two of text alone."""
+def rows_of(root: Path, count: int = ROWS, seen: int = SEEN) -> list[Row]:
+    """Rows with one or two pictures each, and at the end some of text alone."""
     rows: list[Row] = []
-    for at in range(ROWS):
+    for at in range(count):
         text = [{"type": "text", "text": f"what is on {at}?"}]
         images: list[str] = []
-        if at < SEEN:
+        if at < seen:
             images = [f"{at}/{ref.path}" for ref in image_files(root / str(at), 1 + at % 2, seed=10 * at)]
         content: Any = [*({"type": "image"} for _ in images), *text] if images else f"say {at}"
         rows.append(
@@ -76,3 +78,41 @@ def assert_named(client: redis.Redis, stack: Stack, lost: set[str], gone: str) -
     entries = [fields[b"d"] for _, fields in raw.xrange(stack.keys.dropped)]
     assert len(entries) == len(lost)
     assert all(gone.encode() in entry for entry in entries)
+
+
+def test_a_policy_run_on_pictures_has_every_number_right_with_updates_within_sequences(
+    make_stack: MakeStack, tmp_path: Path
+) -> None:
+    """Vision tower and decoder learn, scorers score under versions in between; the audit recomputes all of it."""
+    root, model = tmp_path / "scans", save_tiny_qwen3_vl(tmp_path / "qwen3-vl")
+    stack: Stack = make_stack(
+        rows_of(root, 22, 20),
+        "exact_answer",
+        model={"path": str(model), "device": "cpu"},
+        images={"roots": [str(root)]},
+        policy={"enabled": True},
+        producer={"group_size": 4, "samples_per_version": 8, "max_in_flight": 32, "max_staleness": 3},
+        worker={"checkpoint_tokens": 16, "max_batch": 4, "logprobs_mode": "processed"},
+        sampling={"temperature": 0.8, "max_new_tokens": 80},
+        trainer={"learning_rate": 3e-3, "keep_rollouts": None, "freeze_vision": False},
+        weights={"retention": 1000},
+        rollout_matching={"task": "exact_answer", "target": "tests.chaos.policy_task:target"},
+    )
+
+    def start(role: str) -> Process:
+        return stack.sluice(role, "-c", str(stack.config_file), PYTHONPATH=str(ROOT))
+
+    roles = {role: start(role) for role in ("train", "score", "worker", "consume", "produce")}
+    stack.wait(lambda now: now.complete and now.state == "finished", "the end of the run")
+    roles["score"].terminate()
+    roles["score"].expendable = True
+    stack.finish()
+    stack.assert_exactly_once()
+    done = stack.sluice("audit", str(stack.run_dir), "--json")
+    assert done.wait() == 0, done.tail()
+    found = json.loads(done.text()[done.text().index("{") :])
+    assert (found["wrong"], found["unchecked"], found["not_checked"]) == (0, 0, []), found
+    assert found["told_apart"] > 0.2 * found["tokens"], "the versions hardly differ, so that nothing was shown"
+    assert len(found["versions_per_sequence"]) > 1, "no update came within a sequence"
+    scored = [step.get("policy/scored_tokens", 0) for step in read_steps(stack.run_dir / "metrics.jsonl")]
+    assert sum(scored) > 0, "no score job was answered"

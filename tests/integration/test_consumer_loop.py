@@ -9,14 +9,20 @@ from typing import Any
 
 import pytest
 
+from sluice.consumers.history.files import history_directory
+from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.history.records import SequenceFilter
 from sluice.consumers.loop import Consumer
+from sluice.consumers.rewards import Rewards
 from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.registry import load_task
 from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
-from sluice.pipeline.config.types import BrokerConfig, Config, RolloutMatchingConfig
+from sluice.pipeline.config.types import BrokerConfig, Config, PolicyConfig, RewardTerm, RolloutMatchingConfig
 from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.user_modules import load_object
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, decode, encode
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
@@ -54,12 +60,19 @@ async def put_dead(client: Any, keys: Keys, group: str, index: int) -> None:
     await client.hincrby(keys.counts, "dead", 1)
 
 
-async def consume(config: Config, until: Callable[[], Awaitable[bool]], cause: str = "the consumer's effect") -> None:
+async def consume(
+    config: Config,
+    until: Callable[[], Awaitable[bool]],
+    cause: str = "the consumer's effect",
+    task: Task = TASK,
+    context: TaskContext = CONTEXT,
+    rewards: Rewards | None = None,
+) -> None:
     """Run a consumer until its effect is there, then stop it."""
     async with role_of(config, "consumer", "c") as role:
         owner = Ownership(role.client, role.keys, "consumer:0")
         await owner.acquire(10, role.status.waiting)
-        running = asyncio.create_task(Consumer(role, 0, owner, TASK, CONTEXT).run())
+        running = asyncio.create_task(Consumer(role, 0, owner, task, context, rewards).run())
         await eventually(until, cause)
         role.stop.set()
         await running
@@ -127,6 +140,57 @@ async def test_a_truth_that_makes_no_sense_is_dropped_and_its_neighbour_trained(
     assert (now.accepted, now.reasons) == (1, {"dropped:invalid_truth": 1})
     [(_, fields)] = await client.xrange(keys.dropped)
     assert decode(DeadLetter, fields[b"d"]).seq_id == "bad:0"
+
+
+REWARDS = """
+import threading
+gate = threading.Event()
+
+def right(text, truth, row):
+    if text == "wait":
+        gate.wait(20)
+    return {"right": text == row["metadata"]["wanted"]}
+
+async def polite(text, truth, row):
+    return len(row["messages"]) / {"seven": 2, "none": 0}.get(text, 1)
+"""
+
+
+async def test_reward_functions_score_what_comes_and_a_hung_one_costs_its_own_sequence(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    run_dir.mkdir()
+    (run_dir / "own.py").write_text(REWARDS)
+    options = RolloutMatchingConfig(
+        task="reward",
+        reward=(
+            RewardTerm(name="right", fn=f"{run_dir}/own.py:right"),
+            RewardTerm(name="polite", fn=f"{run_dir}/own.py:polite", weight=0.5),
+        ),
+        reward_timeout_s=0.5,
+    )
+    context = TaskContext(CONTEXT.codec, options, policy=PolicyConfig(enabled=True))
+    for text in ("wait", "none", "seven"):
+        ids = CONTEXT.codec.encode(text)
+        about: dict[str, Any] = {"metadata": {"wanted": "seven"}, "messages": [{"role": "user", "content": "?"}]}
+        arrays = {"logprobs": FloatArray([0.0] * len(ids)), "versions": Runs.of([0] * len(ids))}
+        await put(client, keys, text, token_ids=TokenArray(ids), truth=None, task="reward", **arrays, **about)
+    rewards, config = Rewards(options, context.codec), config_of(broker_config, keys, run_dir, size=1)
+    task = load_task(options)
+    await consume(config, ended(client, keys, 3), task=task, context=context, rewards=rewards)
+    load_object(f"{run_dir}/own.py:gate", "key").set()
+    now = await snapshot(client, keys)
+    assert (now.accepted, now.reasons) == (1, {"dropped:reward_timeout": 1, "dropped:reward_failed": 1})
+    [batch] = await batches(client, keys)
+    assert (batch.samples[0].seq_id, batch.samples[0].reward) == ("seven:0", 1.25)
+    assert (batch.metrics["reward/right"], batch.metrics["reward/polite"]) == (1.0, 0.5)
+    letters = [decode(DeadLetter, fields[b"d"]) for _, fields in await client.xrange(keys.dropped)]
+    [failed] = [letter for letter in letters if letter.reason == "reward_failed"]
+    assert "ZeroDivisionError" in failed.detail
+    reader = HistoryReader(history_directory(config))
+    [row] = [row for row in reader.sequences(SequenceFilter()).rows if row.state == "handed_on"]
+    assert (row.reward, row.reward_parts) == (1.25, {"right": 1.0, "right/right": 1.0, "polite": 0.5})
+    reader.close()
 
 
 PLACE = {"g": b"g", "i": 0, "n": 1}

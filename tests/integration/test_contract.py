@@ -38,6 +38,12 @@ async def test_a_process_that_says_otherwise_is_told_which_key_and_both_values(c
     assert "(t)" in str(caught.value)
 
 
+async def test_a_process_with_another_reward_is_told(client: Any, made: Any) -> None:
+    async with role_of(made(rollout_matching={"reward": "a.py:score"}), "trainer", "t"):
+        with pytest.raises(ConfigError, match=r'rollout_matching\.reward is "a\.py:score" there and null here'):
+            await take_part(client, made(), "w")
+
+
 async def test_who_is_alone_may_change_it(client: Any, keys: Keys, made: Any) -> None:
     await take_part(client, made(), "killed")  # its row is all that is left of it
     row = msgspec.json.decode(await client.hget(keys.processes, "killed") or b"")
@@ -123,7 +129,7 @@ async def test_a_run_of_an_earlier_release_is_refused(client: Any, keys: Keys, m
         await take_part(client, made(), "w")
 
 
-async def test_a_directory_knows_the_data_that_it_belongs_to(client: Any, keys: Keys, run_dir: Path, made: Any) -> None:
+async def test_a_directory_knows_the_data_that_it_belongs_to(client: Any, keys: Keys, run_dir: Path) -> None:
     assert await recognise(client, keys, run_dir)
     assert await recognise(client, keys, run_dir)
     before = (run_dir / INCARNATION).read_text()
@@ -131,11 +137,9 @@ async def test_a_directory_knows_the_data_that_it_belongs_to(client: Any, keys: 
     for _ in range(2):  # a process that is killed before it began again changes nothing
         assert not await recognise(client, keys, run_dir)
     assert (run_dir / INCARNATION).read_text() == before
-    config = made()
-    await begin_again(client, config, run_dir, 3, "step 3")
+    await begin_again(client, keys, run_dir, 3, "step 3")
     assert (run_dir / INCARNATION).read_text() != before
     assert await recognise(client, keys, run_dir)
-    assert int(await client.hget(keys.counts, "thinned")) == 3 * config.producer.samples_per_version
     for damaged in (b"\xff", b"", b"x" * 10):
         (run_dir / INCARNATION).write_bytes(damaged)
         assert await recognise(client, keys, run_dir)

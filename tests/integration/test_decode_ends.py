@@ -29,7 +29,7 @@ from tests.tiny_models import save_tiny_model
 
 PLENTY = Credit(10_000, 10_000, 1)
 _ROUNDED_S = 0.001  # timings have four digits
-LONG = SamplingParams(max_new_tokens=200, temperature=5.0, seed=3)  # with it no sequence here ends by itself
+LONG = SamplingParams(max_new_tokens=200, temperature=0.0)  # greedy does not end by itself here; seeds hang on the run
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,9 @@ async def test_a_suspect_runs_alone_until_it_gets_on(
 async def test_an_engine_that_fails_hands_its_jobs_back_with_blame(
     config: Config, source: Path, client: Any, keys: Keys
 ) -> None:
-    await JobQueue(client, keys).enqueue([decode_job(f"{keys.run}:a", sampling=LONG)], PLENTY)
+    # More sequences than any machine decodes before the engine closes; a job that has stored progress isn't blamed.
+    await JobQueue(client, keys).enqueue([decode_job(f"{keys.run}:a", n=64, sampling=LONG)], PLENTY)
+    config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, checkpoint_tokens=0))
     dying = HfBackend(ModelConfig(path=str(source), device="cpu"), max_batch=4)
     await dying.start()
     failure = await _failure_of_a_worker_whose_engine_closes(config, dying)
@@ -179,7 +181,7 @@ async def _failure_of_a_worker_whose_engine_closes(config: Config, dying: HfBack
         async with working(config, dying) as worker:
 
             async def running() -> bool:
-                return len(worker.held()) == 1
+                return worker._slots.running > 0  # held, and its prompt is rendered
 
             async def failed() -> bool:
                 return worker.leases.broken is not None

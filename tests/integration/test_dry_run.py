@@ -15,15 +15,16 @@ from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.run.dry_run import DryRun, as_text, rehearse
 from sluice.pipeline.wire.keys import Keys
 from tests.command import call
+from tests.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.pipeline.test_weights import model_dir
 
-GOOD = '{"messages": [{"role": "user", "content": "hi"}]}\n'
+GOOD = '{"messages": [{"role": "user", "content": "hi"}], "truth": []}\n'
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A model, good rows, rows of which the third is bad."""
-    (model_dir(tmp_path / "model") / "tokenizer.json").write_text("{}")
+    save_tiny_tokenizer(model_dir(tmp_path / "model"))
     (tmp_path / "good.jsonl").write_text(GOOD * 3)
     (tmp_path / "bad.jsonl").write_text(GOOD * 2 + '{"messages": []}\n' + GOOD)
     return tmp_path
@@ -126,6 +127,36 @@ def test_the_first_malformed_row_is_shown(home: Path, keys: Keys, capsys: pytest
     assert call("run", "--dry-run", "--json", *arguments, "--set", "data.on_malformed=skip") == 0
     shown = json.loads(capsys.readouterr().out)
     assert next(check["says"] for check in shown["checks"] if check["name"] == "data").endswith("they are skipped")
+
+
+@pytest.mark.parametrize("command", ["up", "run"])
+def test_a_start_is_refused_with_every_problem_and_leaves_nothing(
+    home: Path, keys: Keys, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    more = ["model.path=nosuch", "rollout_matching.match=nosuch:match", "rollout_matching.target=nosuch:target"]
+    arguments = [word for item in settings(home, keys, *more, data="bad.jsonl") for word in ("--set", item)]
+    files = tree(home)
+    assert call(command, *arguments) == 5
+    said = capsys.readouterr().err
+    assert "error: 3 problems; nothing was started\n  nosuch: no such directory" in said
+    for words in ("bad.jsonl:3: malformed row", "rollout_matching.match: cannot import", "rollout_matching.target: "):
+        assert words in said
+    assert tree(home) == files
+
+
+def test_data_and_a_model_must_be_named(home: Path, keys: Keys, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [word for item in settings(home, keys, "data.path=''", "model.path=''") for word in ("--set", item)]
+    assert call("run", *arguments) == 5
+    said = capsys.readouterr().err
+    assert "no model is set; pass --model DIR" in said
+    assert "data.path is not set; give --data FILE.jsonl" in said
+
+
+def test_rows_that_were_not_reached_in_time_are_named(home: Path, keys: Keys) -> None:
+    found = dry(home, keys, "preflight.max_s=0")
+    [check] = [check for check in found.checks if check.name == "data"]
+    assert (check.ok, check.is_note) == (True, True)
+    assert "0 rows, none malformed; the rest is unscanned (preflight.max_s 0)" in check.says
 
 
 def test_all_that_is_wrong_is_said_and_the_first_decides(home: Path, keys: Keys) -> None:

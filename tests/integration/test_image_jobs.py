@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from sluice.pipeline.config.types import BrokerConfig, Config, ImagesConfig, ModelConfig
 from sluice.pipeline.queue import Credit, JobQueue
@@ -267,3 +268,69 @@ async def test_a_text_model_refuses_images_and_goes_on(
     assert {letter.reason for letter in dead.values()} == {"invalid_request"}
     assert "image" in dead["ids:0"].detail
     assert "no image was sent" in dead["blind:0"].detail
+
+
+async def test_a_job_whose_images_are_away_waits_for_them(
+    config: Config, backend: HfBackend, client: Any, keys: Keys, root: Path
+) -> None:
+    """A mount that comes back costs no job anything, and its absence costs others no time."""
+    away = root.rename(root.parent / "away")
+    text = [{"role": "user", "content": [{"type": "text", "text": "no image"}]}]
+    jobs = [image_job(keys, "group", ImageRef(path="a.png"), n=3), image_job(keys, "text", messages=text)]
+
+    async def tried() -> bool:
+        return int(await client.hget(f"{keys.job_state}{keys.run}:group", "attempt") or 0) > 2
+
+    async with working(config, backend):
+        await JobQueue(client, keys).enqueue(jobs, PLENTY)
+        await eventually(tried, "two tries")
+        done, dead = await endings(client, keys, 1)
+        assert (set(done), dead) == ({"text:0"}, {})
+        away.rename(root)
+        done, dead = await endings(client, keys, 4)
+    assert not dead
+    assert {f"group:{index}" for index in range(3)} < set(done)
+
+
+async def test_a_worker_that_reaches_no_images_leaves_the_queue_to_others(
+    config: Config, backend: HfBackend, client: Any, keys: Keys, root: Path
+) -> None:
+    """A host that lost its mount would fail a whole queue faster than its neighbours decode."""
+    away = root.rename(root.parent / "away")
+    jobs = [image_job(keys, str(at), ImageRef(path="a.png")) for at in range(64)]
+
+    async def tries() -> list[int]:
+        states = [await client.hget(f"{keys.job_state}{job.job_id}", "attempt") for job in jobs]
+        return [int(state or 0) for state in states]
+
+    async def tried_again() -> bool:
+        return sum(await tries()) >= 8  # a first batch of four or five, and some after it
+
+    async with working(config, backend):
+        await JobQueue(client, keys).enqueue(jobs, PLENTY)
+        await eventually(tried_again, "tries of some jobs")
+        assert (await tries()).count(0) > len(jobs) // 2
+        away.rename(root)
+        done, dead = await endings(client, keys, len(jobs))
+    assert (len(done), dead) == (len(jobs), {})
+
+
+async def test_a_job_whose_images_stay_away_is_dead_after_its_tries(
+    config: Config, backend: HfBackend, client: Any, keys: Keys, root: Path, site: Site
+) -> None:
+    async def busy(_request: web.BaseRequest) -> web.Response:
+        return web.Response(status=503)
+
+    site.routes |= {"/a.png": busy, "/b.png": (root / "b.png").read_bytes()}
+    config = msgspec.structs.replace(config, images=ImagesConfig(hosts=(f"127.0.0.1:{site.port}",), tries=2))
+    jobs = [image_job(keys, name, ImageRef(url=site.url(f"/{name}.png")), n=2) for name in ("a", "b")]
+    async with working(config, backend):
+        await JobQueue(client, keys).enqueue(jobs, PLENTY)
+        done, dead = await endings(client, keys, 4)
+    assert set(done) == {"b:0", "b:1"}
+    assert {name: (letter.reason, letter.attempts) for name, letter in dead.items()} == {
+        "a:0": ("images_unavailable", 2),
+        "a:1": ("images_unavailable", 2),
+    }
+    assert "the server answered 503, 3 times; check the server (tried 2 times, images.tries)" in dead["a:0"].detail
+    assert site.asked["/a.png"] == 6

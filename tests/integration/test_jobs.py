@@ -53,7 +53,9 @@ async def test_credit_limits_in_flight_and_staleness(client: Redis, keys: Keys) 
     assert await raw.hget(keys.source, "cursor") == b"0:2"
     stale = Credit(max_in_flight=100, samples_per_version=4, max_staleness=1)
     assert await queue.enqueue(jobs[3:], stale) == ["enqueued", "over_credit", "over_credit"]
-    await client.set(keys.latest, 1)  # a new version makes room for samples_per_version more
+    await client.set(keys.latest, 1)  # a version makes room for as many as were trained for it: none so far
+    assert await queue.enqueue(jobs[4:], stale) == ["over_credit", "over_credit"]
+    await raw.hincrby(keys.counts, "trained", 4)
     assert await queue.enqueue(jobs[4:], stale) == ["enqueued", "enqueued"]
 
 

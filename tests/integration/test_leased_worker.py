@@ -88,7 +88,7 @@ async def test_it_claims_what_fits_and_what_is_held_at_a_stop_goes_back_without_
     await serving
     assert (await snapshot(client, keys)).committed == 2
     left = (await JobQueue(client, keys).claim(8, 30, 3)).claims
-    assert [(claim.attempt, claim.excused, claim.alone) for claim in left] == [(2, 1, False)] * 2
+    assert [(claim.attempt, claim.tries, claim.alone) for claim in left] == [(2, 0, False)] * 2
 
 
 async def test_an_aborted_job_is_lost_to_its_holder(client: Any, keys: Keys, leases: LeasedWorker) -> None:
@@ -143,7 +143,7 @@ async def test_a_job_that_cannot_be_accepted_takes_no_neighbour_with_it(
         async with asyncio.timeout(20):
             await leases.serve(Torn(leases), Hooks())
     left = (await JobQueue(client, keys).claim(8, 30, 3)).claims
-    assert [(claim.attempt, claim.excused, claim.alone) for claim in left] == [(2, 1, False)] * 4
+    assert [(claim.attempt, claim.tries, claim.alone) for claim in left] == [(2, 0, False)] * 4
 
 
 async def test_nothing_is_claimed_after_a_stop(client: Any, keys: Keys, leases: LeasedWorker) -> None:

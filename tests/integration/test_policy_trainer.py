@@ -194,7 +194,6 @@ async def assert_ended(client: Any, keys: Keys, config: Config, trained_ids: lis
     assert len(letters) == 3
     kept = [sample.seq_id for _, batch in read_rollouts(directory(config) / "rollouts") for sample in batch.samples]
     assert kept == [f"{name}:0" for name in trained_ids]
-    assert await client.hget(keys.counts, "thinned") == b"1"
 
 
 async def test_missing_scores_drop_samples_and_their_record_comes_with_the_next_step(
@@ -274,7 +273,6 @@ async def test_a_batch_of_drops_that_the_broker_brings_again_is_dropped_again(
     await train(config, source)
     for name, by in {"trained": -1, "dropped": -1, "dropped:stale": -1, "enqueued": -2, "accepted": -1}.items():
         await client.hincrby(keys.counts, name, by)
-    await client.hincrby(keys.counts, "thinned", -1)
     await hand_on(client, keys, [DROPS[1]], first=1)
     [first, *_] = await client.xrange(keys.dropped)
     await client.xdel(keys.dropped, first[0])

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
-from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig
+from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, PreflightConfig
 from sluice.pipeline.errors import ConfigError, DataError, first_cause
 from sluice.pipeline.queue import Claim, Finished, JobQueue
 from sluice.pipeline.queue.trained import LEDGER, TrainedIds
@@ -102,7 +103,7 @@ async def test_it_waits_for_credit_and_a_killed_one_goes_on_behind_its_cursor(
     assert (await snapshot(client, keys)).exhausted
 
 
-async def test_staleness_holds_it_back_until_a_new_version_is_there(
+async def test_staleness_holds_it_back_until_samples_are_trained(
     broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
 ) -> None:
     config = config_of(broker_config, keys, tmp_path, [row(i) for i in range(5)], wide=1)
@@ -110,7 +111,7 @@ async def test_staleness_holds_it_back_until_a_new_version_is_there(
     config = run_config(broker_config, keys, tmp_path, producer=settings, data=config.data)
     running = asyncio.create_task(produce(config))
     await is_full(client, keys, 3)
-    await client.set(keys.latest, 2)
+    await client.hset(keys.counts, "trained", 2)
     await asyncio.wait_for(running, 20)
     assert (await snapshot(client, keys)).enqueued == 5
 
@@ -130,11 +131,16 @@ async def test_done_jobs_are_not_enqueued_again_after_a_restart(
 
 
 async def test_a_malformed_row_stops_it_with_file_and_line(
-    broker_config: BrokerConfig, keys: Keys, tmp_path: Path
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
 ) -> None:
     config = config_of(broker_config, keys, tmp_path, [row(0), "{nonsense"])
+    with pytest.raises(DataError, match=f"1 of 2 rows malformed, the first at {config.data.path}:2: malformed row"):
+        await produce(config)
+    assert (await snapshot(client, keys)).enqueued == 0
+    config = structs.replace(config, preflight=PreflightConfig(max_s=0))
     with pytest.raises(ExceptionGroup) as caught:
         await produce(config)
+    assert (await snapshot(client, keys)).enqueued == 1
     cause = first_cause(caught.value)
     assert isinstance(cause, DataError)
     assert f"{config.data.path}:2: malformed row" in str(cause)
@@ -215,6 +221,7 @@ async def test_rows_before_a_malformed_one_are_enqueued_and_the_mended_file_goes
 ) -> None:
     lines = [row(0), row(1), "{broken", row(3)]
     config = config_of(broker_config, keys, tmp_path, lines, on_malformed="stop")
+    config = structs.replace(config, preflight=PreflightConfig(max_s=0))  # the check before didn't reach it
     with pytest.raises((DataError, ExceptionGroup)) as caught:
         await produce(config)
     assert "rows.jsonl:3" in str(first_cause(caught.value))

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, ImagesConfig, RolloutConfig
+from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, ImagesConfig, PreflightConfig, RolloutConfig
 from sluice.pipeline.errors import ConfigError, DataError, DeadlineExceeded, SluiceError, first_cause
 from sluice.pipeline.images.paths import SourceUnavailable
 from sluice.pipeline.images.writer import StoreError, images_directory
@@ -147,8 +147,11 @@ async def test_an_image_that_cannot_be_reached_now_skips_no_row(
     away = tmp_path / "away"
     config = show(await make_config(), away, "a.png")
     cause = await cause_of(config)
+    assert "away is not a directory" in str(cause), "the look at its rows before the start says so"
+    config = msgspec.structs.replace(config, preflight=PreflightConfig(max_s=0))
+    cause = await cause_of(config)
     assert isinstance(cause, SourceUnavailable)
-    assert str(cause).startswith(f"{config.data.path}: row 1: image 'a.png': {away} is no directory")
+    assert str(cause).startswith(f"{config.data.path}: row 1: image 'a.png': {away} is not a directory")
     assert (await state()).malformed_rows == 0
     away.mkdir()
     (away / "a.png").write_bytes(png())

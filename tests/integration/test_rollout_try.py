@@ -5,17 +5,22 @@ from __future__ import annotations
 import io
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sluice.pipeline.config.types import ModelConfig, WorkerConfig
 from sluice.pipeline.errors import ConfigError, ModelError, RequestError
 from sluice.pipeline.wire.messages import SamplingParams
+from sluice.producers.agents.tools import tool
+from sluice.producers.agents.tools.image import ToolImage
 from sluice.producers.agents.trial import GROUP
 from sluice.producers.cli import try_
 from sluice.producers.gateway.tool_calls import Call, Parsed
 from sluice.workers.engine.local import open_engine
+from tests.pictures import png
 from tests.tiny_models import CONTEXT, save_tiny_model
+from tests.tiny_vision_models import save_tiny_qwen3_vl
 
 SETTINGS = ("rollout_server.tool_latency_ms=[0, 0]",)
 CALLS = f"gateway.tool_parser={__name__}:always_calls"
@@ -29,6 +34,11 @@ def always_calls(text: str) -> Parsed:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def vlm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_qwen3_vl(tmp_path_factory.mktemp("vlm")))
 
 
 def test_every_turn_is_shown_with_calls_results_and_masks(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +56,52 @@ def test_every_turn_is_shown_with_calls_results_and_masks(model: str, capsys: py
         "COMPLETED: max_turns; 2 turns, 2 tool calls, 16 tokens sampled",
     ):
         assert part in shown
+
+
+def sees(text: str) -> Parsed:
+    """Asks for a picture once."""
+    return Parsed("", [Call("show", "{}")])
+
+
+@tool
+def show() -> ToolImage:
+    """A picture of one colour."""
+    return ToolImage(data=png("blue", 33, 20))
+
+
+def test_images_of_the_prompt_and_of_tools_are_shown_to_the_model(
+    vlm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In later turns and messages as well."""
+    files = (tmp_path / "a.png", tmp_path / "b.png")
+    for file, color in zip(files, ("red", "green"), strict=True):
+        file.write_bytes(png(color, 40, 24))
+    tools = (*SETTINGS, f"gateway.tool_parser={__name__}:sees", f"rollout_server.tools=[{__name__}:show]")
+    monkeypatch.setattr("sys.stdin", io.StringIO("again\n"))
+    options: dict[str, Any] = {"max_tokens": 4, "max_turns": 2, "temperature": 0, "interactive": True}
+    code = try_(model=vlm, prompt="what?", image=files, overrides=tools, **options)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert code == 0, shown
+    assert "1 messages, 2 images (one token for each here)" in shown
+    assert "show → [image]" in shown
+    assert "base64" not in shown
+    assert ", 3 images (one token for each here)" in shown, "the tool's as well"
+    assert shown.count("COMPLETED: max_turns; 2 turns, 1 tool calls, 8 tokens sampled") == 2
+
+
+def test_an_image_that_cannot_be_shown_is_an_error_that_names_it(
+    model: str, vlm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    (tmp_path / "b.png").write_bytes(b"text")
+    assert try_(model=model, prompt="what?", image=(tmp_path / "a.png",), overrides=SETTINGS) == 1
+    assert "the messages have 1 images, and this model takes none" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(RequestError, match=r"--image .*b\.png: is data that starts with b'text', accepted are"):
+        try_(model=vlm, prompt="what?", image=(tmp_path / "b.png",), overrides=SETTINGS)
+    with pytest.raises(RequestError, match=r"--image .*none\.png: cannot be read"):
+        try_(model=vlm, prompt="what?", image=(tmp_path / "none.png",), overrides=SETTINGS)
+    with pytest.raises(ConfigError, match="--image is shown with a message; pass --prompt too"):
+        try_(model=vlm, interactive=True, image=(tmp_path / "a.png",), overrides=SETTINGS)
 
 
 def test_one_can_talk_and_look_at_tools_and_tokens(

@@ -151,18 +151,17 @@ async def test_what_the_trainer_drops_counts_as_dropped_and_once(client: Redis, 
     letters = [DeadLetter(seq_id=f"b:{index}", reason=why, state="dropped") for index, why in ((0, "stale"), (1, "x"))]
     drops = {ids[0]: [DeadLetter(seq_id="a:1", reason="stale", state="dropped")], ids[1]: letters}
 
-    async def ack(entry_id: str, *, stepped: bool) -> int:
-        return await ack_batches(scripts, keys, owner.key, owner.nonce, [(entry_id, 2)], drops, stepped=stepped)
+    async def ack(entry_id: str) -> int:
+        return await ack_batches(scripts, keys, owner.key, owner.nonce, [(entry_id, 2)], drops)
 
     for expected in (1, 0):
-        assert await ack(ids[0], stepped=True) == expected
-        assert await ack(ids[1], stepped=False) == 0
+        assert await ack(ids[0]) == expected
+        assert await ack(ids[1]) == 0
     now = await snapshot(client, keys)
     assert (now.trained, now.dropped, now.accepted) == (1, 3, 1)
     assert now.reasons == {"dropped:stale": 2, "dropped:x": 1}
     found = [decode(DeadLetter, fields[b"d"]) for _, fields in await raw.xrange(keys.dropped)]
     assert found == [*drops[ids[0]], *letters]
-    assert await raw.hget(keys.counts, "thinned") == b"1"
 
 
 async def test_drops_of_the_trainer_let_decoding_run_no_further_ahead(client: Redis, keys: Keys) -> None:
@@ -170,14 +169,14 @@ async def test_drops_of_the_trainer_let_decoding_run_no_further_ahead(client: Re
     queue, credit = JobQueue(client, keys, worker="w"), Credit(100, samples_per_version=2, max_staleness=1)
     jobs = [decode_job(f"{keys.run}:{index}") for index in range(9)]
     assert (await queue.enqueue(jobs, credit)).count("enqueued") == 4
-    for name, stepped, dropped in (("a", True, 1), ("b", False, 2)):
+    for name, dropped in (("a", 1), ("b", 2)):
         entry_id = (await client.xadd(keys.batches, {"b": encode(batch(name, f"{name}:0", f"{name}:1"))})).decode()
         owner = await owner_of(client, keys, f"trainer {name}")
         reader = batch_reader(client, keys, name, owner)
         await reader.open()
         await reader.read(1, block_ms=10)
         drops = {entry_id: [DeadLetter(seq_id=f"{name}:{index}", reason="stale") for index in range(dropped)]}
-        await ack_batches(Scripts(client), keys, owner.key, owner.nonce, [(entry_id, 2)], drops, stepped=stepped)
+        await ack_batches(Scripts(client), keys, owner.key, owner.nonce, [(entry_id, 2)], drops)
     await client.set(keys.latest, 1)
     now = await snapshot(client, keys)
     assert (now.enqueued, now.trained, now.dropped) == (4, 1, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from sluice.pipeline.config.types import UpConfig
 from sluice.pipeline.errors import ConfigError, DataError, ModelError, SluiceError
+from sluice.pipeline.http.server import bind
 from sluice.pipeline.run.supervisor import Child, Supervisor, last_line
 from tests.roles import eventually
 
@@ -70,6 +72,13 @@ async def test_too_many_restarts_end_with_the_last_line_of_the_log(tmp_path: Pat
     boss = supervisor(tmp_path, max_restarts=2)
     boss.add("c", python("print('out of memory'); sys.exit(1)"))
     with pytest.raises(SluiceError, match="c ended 3 times, last with 1: out of memory"):
+        await asyncio.wait_for(boss.run(), 30)
+
+
+async def test_a_killed_child_is_not_said_to_have_ended_by_what_it_wrote_last(tmp_path: Path) -> None:
+    boss = supervisor(tmp_path, max_restarts=1)
+    boss.add("c", python("print('weights loaded', flush=True); os.kill(os.getpid(), signal.SIGKILL)"))
+    with pytest.raises(SluiceError, match=r"c ended 2 times, last with -9: killed \(SIGKILL\), perhaps for memory"):
         await asyncio.wait_for(boss.run(), 30)
 
 
@@ -231,3 +240,32 @@ async def test_an_optional_child_ends_nothing_however_often_it_fails(tmp_path: P
     assert (boss.children["refused"].starts, boss.children["role"].starts) == (1, 1)
     care.cancel()
     await boss.stop()
+
+
+async def test_a_restarted_child_keeps_its_listening_socket(tmp_path: Path) -> None:
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    own = supervisor(tmp_path)
+    answer = """
+import socket
+with socket.socket(fileno=int(os.environ["SLUICE_LISTENER"])) as listener:
+    while True:
+        caller, _ = listener.accept()
+        caller.sendall(str(os.getpid()).encode())
+        caller.close()
+"""
+    own.add("server", python(answer), optional=True, listener=listener)
+    running = asyncio.create_task(own.run())
+
+    def ask() -> int:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as called:
+            return int(called.recv(20))
+
+    first = await asyncio.to_thread(ask)
+    own.kill("server")
+    second = await asyncio.to_thread(ask)
+    assert second != first, "its successor answers at the same address, and no call is refused meanwhile"
+    running.cancel()
+    await own.stop()
+    with pytest.raises(OSError, match="refused"):
+        ask()

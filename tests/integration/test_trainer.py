@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
 from sluice.pipeline.broker.streams import Entry
 from sluice.pipeline.config.types import BrokerConfig, Config
-from sluice.pipeline.errors import BrokerDataGone, DeadlineExceeded, ModelError, first_cause
+from sluice.pipeline.errors import BrokerDataGone, DeadlineExceeded, LeaseLost, ModelError, first_cause
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.versions import verify
@@ -124,6 +125,39 @@ async def test_a_restart_trains_each_sequence_once_wherever_it_was_cut_off(
     await cut_off_at(*CUTS[place], monkeypatch, train(config, source))
     await train(config, source)
     await assert_each_once(client, keys, config, 3)
+
+
+async def test_a_save_that_outlasts_its_role_replaces_nothing_of_its_successor(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(broker_config, keys, run_dir)
+    await hand_on(client, keys, 0, 2)
+    digests = checkpoint._digests
+    began, go = threading.Event(), threading.Event()
+
+    def slow(directory: Path) -> dict[str, str]:
+        if not began.is_set():
+            began.set()
+            assert go.wait(60)
+        return digests(directory)
+
+    def inodes() -> list[int]:
+        root = Path(config.run_dir) / config.run / "checkpoints"
+        return [path.stat().st_ino for path in sorted(root.glob("step-*"))]
+
+    monkeypatch.setattr(checkpoint, "_digests", slow)
+    replaced = asyncio.create_task(train(config, source))
+    assert await asyncio.to_thread(began.wait, 30)
+    await client.delete(f"{keys.owner}trainer")  # its claim has expired
+    await train(config, source)
+    files = inodes()
+    go.set()
+    with pytest.raises(ExceptionGroup) as caught:
+        await replaced
+    assert isinstance(first_cause(caught.value), LeaseLost)
+    assert inodes() == files
+    await train(config, source)
+    await assert_each_once(client, keys, config, 2)
 
 
 async def test_steps_since_the_last_checkpoint_are_not_lost_at_the_end(

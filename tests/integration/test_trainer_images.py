@@ -193,7 +193,7 @@ async def test_images_that_cannot_be_reached_drop_nothing(
         await train_here(config_of(broker_config, keys, run_dir, source, root, batch_wait_s=1))
     ended = first_cause(caught.value)
     assert isinstance(ended, DeadlineExceeded)
-    assert "scans is no directory" in str(ended) or "still fetching" in str(ended)
+    assert "scans is not a directory" in str(ended) or "still fetching" in str(ended)
     now = await snapshot(client, keys)
     assert (now.trained, now.dropped, now.waiting_batches) == (0, 0, 1)
     root.with_name("away").rename(root)

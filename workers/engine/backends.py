@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
-from sluice.pipeline.config.types import ImagesConfig, ModelConfig, RepeatTerminateConfig, WorkerConfig
+from sluice.pipeline.config.types import BackendName, ImagesConfig, ModelConfig, RepeatTerminateConfig, WorkerConfig
 from sluice.pipeline.errors import EngineError, ModelError, RequestError, TornWeights, WeightsError
 from sluice.pipeline.logs import get_logger
 from sluice.workers.engine.contracts import (
@@ -32,7 +33,7 @@ from sluice.workers.engine.contracts import (
 from sluice.workers.engine.guard_proof import prove_guard
 from sluice.workers.engine.hf import HfBackend
 
-BACKENDS = ("hf", "vllm")
+BACKENDS = get_args(BackendName)
 
 
 def make_backend(

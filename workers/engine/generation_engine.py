@@ -2,7 +2,8 @@
 
 - It checks, renders, submits and collects; the backend batches and decodes.
 - Anything the engine can't do at all (a plugin, images) is an error before any work. A request that can't be decoded
-  becomes a result with `finish_reason` error; the others are answered.
+  becomes a result with `finish_reason` error; the others are answered. But a disk or server of images that can't be
+  reached ends the call: SourceUnavailable.
 - Request i samples with a seed derived from (options.seed, i), regardless of what else is in the batch.
 - With `repeat_terminate.enabled`, the repeat guard is loaded and proved at start; it can't be turned on later.
 """
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 from sluice.pipeline.config.rules import check_guard
 from sluice.pipeline.config.types import (
+    BackendName,
     ImagesConfig,
     RepeatTerminateConfig,
     VllmEngineOptions,
@@ -23,11 +25,13 @@ from sluice.pipeline.config.types import (
     WorkerConfig,
 )
 from sluice.pipeline.errors import DeadlineExceeded, EngineError, ModelError, RequestError, SluiceError
-from sluice.pipeline.images.decoders import Decoders, load_image
-from sluice.pipeline.images.store import admit_images
+from sluice.pipeline.images.decoders import load_image
+from sluice.pipeline.images.paths import SourceUnavailable
+from sluice.pipeline.images.store import ImageStore, admit_images
 from sluice.pipeline.prompts.admission import Limits, admit_prompt
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.pipeline.thread_pool import ThreadPool
+from sluice.pipeline.wire.messages import ImageRef
 from sluice.workers.engine.backends import BACKENDS, make_backend
 from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
 from sluice.workers.engine.limits import fit_prompt
@@ -59,7 +63,7 @@ class GenerationEngine:
         self,
         model: ModelLoadConfig,
         *,
-        backend: Literal["hf", "vllm"] = "hf",
+        backend: BackendName = "hf",
         fallback_backend: Literal["hf"] | None = None,
         max_batch: int = 32,
         torch_threads: int = 0,
@@ -71,7 +75,7 @@ class GenerationEngine:
     ) -> None:
         """Doesn't load anything yet. `max_batch` sequences are decoded at a time; 0 threads: torch's default.
 
-        Only the limits of `images` apply; roots and hosts are for the queue.
+        The roots and hosts of `images` are for `ImageRef`s; its limits apply to every image.
 
         Raises EngineError for an unknown backend, ModelError for a directory without a tokenizer, ConfigError for
         thresholds that no guard can have. A guard that can't be active raises when the `with` block is entered.
@@ -91,7 +95,8 @@ class GenerationEngine:
         self.backend = make_backend(config, worker, repeat_terminate, images)
         self.prompts = Prompts(config, chat)
         self._rendering = ThreadPool("render", 1)
-        self._decoders = Decoders(images)
+        self._images = ImageStore(images or ImagesConfig())
+        self._limits = images or ImagesConfig()
         self._max_batch = max_batch
         self._runner = asyncio.Runner()
         self._closed = False
@@ -110,7 +115,7 @@ class GenerationEngine:
         self._closed = True
         self._rendering.close()
         try:
-            self._decoders.close()
+            self._runner.run(self._images.close())
         finally:
             self._close_backend()
 
@@ -221,6 +226,8 @@ class GenerationEngine:
             )
             output = await self.backend.decode(asked)
             return number, _result(key, output, cut, target, plugins)
+        except SourceUnavailable:
+            raise  # says nothing about the request: a later try may read the image
         except (RequestError, ModelError) as error:
             return number, GenerationResult(
                 request_id=key, finish_reason="error", error=str(error), engine=target.facts
@@ -244,10 +251,18 @@ class GenerationEngine:
                 return self.prompts.without_image(given), ()
             return await self._beside(lambda: self.prompts.text(request.messages)), ()
         where = f"request {request.request_id!r}"
-        admit_images(request.images, self._decoders.limits, where)
+        admit_images(request.images, self._limits, where)
         prompt = await self._beside(lambda: self.prompts.vlm(request.messages, len(request.images)))
-        loading = (asyncio.to_thread(load_image, image, where, self._decoders) for image in request.images)
-        return prompt, tuple(await asyncio.gather(*loading))
+        return prompt, tuple(await asyncio.gather(*(self._loaded(image, where) for image in request.images)))
+
+    async def _loaded(self, image: Any, where: str) -> Any:
+        """Raises RequestError, SourceUnavailable."""
+        if not isinstance(image, ImageRef):
+            return await asyncio.to_thread(load_image, image, where, self._images.decoders)
+        try:
+            return await self._images.get(image)
+        except RequestError as error:
+            raise type(error)(f"{where}: {error}") from error
 
     async def _beside(self, work: Callable[[], list[int]]) -> list[int]:
         return await self._rendering.run(work, timeout_s=_RENDER_S, what="rendering the prompt")

@@ -12,27 +12,40 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from sluice.pipeline.config.types import ModelConfig, WorkerConfig
-from sluice.pipeline.wire.messages import SamplingParams, SequenceResult
+from sluice.pipeline.config.types import ImagesConfig, ModelConfig, WorkerConfig
+from sluice.pipeline.images.store import ImageStore
+from sluice.pipeline.wire.messages import ImageRef, SamplingParams, SequenceResult
 from sluice.pipeline.wire.tokens import TokenArray
-from sluice.workers.engine.backends import make_backend
-from sluice.workers.engine.contracts import Backend, SequenceRequest
+from sluice.workers.engine.backends import RoutedBackend, make_backend
+from sluice.workers.engine.contracts import SequenceRequest
 
 
 class LocalEngine:
-    """A started backend."""
+    """A started backend, and the images it may read."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: RoutedBackend, images: ImageStore) -> None:
+        self._backend, self._images = backend, images
 
-    async def decode(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> SequenceResult:
-        """Decodes up to the context length. Raises RequestError if the prompt leaves no room, EngineError."""
-        facts = self._backend.facts
+    async def decode(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int, images: Sequence[ImageRef] = ()
+    ) -> SequenceResult:
+        """Decodes up to the context length; the prompt has one placeholder for each image.
+
+        Raises RequestError if the prompt leaves no room or an image can't be used, EngineError.
+        """
+        facts = (await self._backend.for_images()).facts if images else self._backend.facts
         room = max(1, facts.context_length - len(prompt_token_ids))
         sampling = msgspec.structs.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         key = secrets.token_hex(8)
+        pixels = [await self._images.get(ref) for ref in images]
         output = await self._backend.decode(
-            SequenceRequest(seq_key=key, prompt_token_ids=tuple(prompt_token_ids), sampling=sampling, seed=seed)
+            SequenceRequest(
+                seq_key=key,
+                prompt_token_ids=tuple(prompt_token_ids),
+                sampling=sampling,
+                seed=seed,
+                images=tuple(pixels),
+            )
         )
         return SequenceResult(
             seq_id=key,
@@ -48,15 +61,23 @@ class LocalEngine:
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             sampling=sampling,
+            images=[
+                msgspec.structs.replace(ref, sha256=image.info["sha256"])
+                for ref, image in zip(images, pixels, strict=True)
+            ],
         )
 
 
 @asynccontextmanager
-async def open_engine(model: ModelConfig, worker: WorkerConfig) -> AsyncIterator[LocalEngine]:
+async def open_engine(
+    model: ModelConfig, worker: WorkerConfig, images: ImagesConfig | None = None
+) -> AsyncIterator[LocalEngine]:
     """The model on the configured backend, for the duration of the block. Raises ModelError, EngineError."""
-    backend = make_backend(model, worker)
+    limits = images or ImagesConfig()
+    backend = make_backend(model, worker, images=limits)
     try:
-        await backend.start()
-        yield LocalEngine(backend)
+        async with ImageStore(limits) as store:
+            await backend.start()
+            yield LocalEngine(backend, store)
     finally:
         await backend.close()

@@ -110,7 +110,7 @@ class TextGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 class VlmGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt with its images; each has an image part in the messages that says where it belongs, in their order.
 
-    An image is a path, encoded bytes or a `PIL.Image.Image`.
+    An image is a path, encoded bytes, a `PIL.Image.Image`, or an `ImageRef` within `images.roots` and `images.hosts`.
     """
 
     messages: list[Message]

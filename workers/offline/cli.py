@@ -11,7 +11,10 @@ def generate(
     *,
     model: Annotated[str, Parameter(help="Model directory: config, tokenizer and safetensors.")],
     source: Annotated[
-        str, Parameter(name=["--in", "-i"], allow_leading_hyphen=True, help="JSONL or Parquet; - is standard input.")
+        str,
+        Parameter(
+            name=["--in", "-i"], allow_leading_hyphen=True, help="JSONL, Parquet or a data set; - is standard input."
+        ),
     ],
     out: Annotated[
         str,
@@ -21,6 +24,7 @@ def generate(
             help="JSONL or Parquet by its suffix; - is standard output.",
         ),
     ],
+    # Not `BackendName`: `sluice --help` would import the configuration.
     backend: Annotated[Literal["hf", "vllm"], Parameter(help="hf: correctness first; vllm: fast.")] = "hf",
     fallback_backend: Annotated[Literal["hf"] | None, Parameter(help="For images that vllm does not support.")] = None,
     max_new_tokens: Annotated[int, Parameter(help="Tokens per answer.")] = 256,
@@ -81,7 +85,7 @@ def generate(
     """Answer a file of prompts with one engine, without a broker. Run it again to resume.
 
     A row has `messages`, `prompt` or `prompt_token_ids`, and may have `id`, `images` and `metadata`. `--set` takes the
-    keys `model.*`, `worker.vllm.*`, `rollout_matching.repeat_terminate.*` and the limits of `images.*` of the
+    keys `model.*`, `worker.vllm.*`, `rollout_matching.repeat_terminate.*` and `images.*` (without its store) of the
     configuration. Exit code 9: some rows ended in an error; each such row says why.
 
     Example: `sluice generate --model ./my-model --in prompts.jsonl --out answers.jsonl --max-new-tokens 64`

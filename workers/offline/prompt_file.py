@@ -14,12 +14,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import file_digest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import msgspec
-
+from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import DataError
-from sluice.pipeline.prompts.rows import Malformed, check_messages, is_parquet, read_rows
+from sluice.pipeline.images.store import admit_images
+from sluice.pipeline.images.writer import admit_bytes
+from sluice.pipeline.prompts.admission import Limits
+from sluice.pipeline.prompts.data_sets import fingerprint_dataset, is_dataset, read_dataset
+from sluice.pipeline.prompts.rows import (
+    ImageRow,
+    Malformed,
+    RowImage,
+    check_images,
+    check_messages,
+    is_parquet,
+    read_rows,
+)
 from sluice.pipeline.wire.messages import ImageRef
 from sluice.workers.engine.plugins.base import RequestType
 from sluice.workers.engine.requests import GenerationRequest, TextGenerationRequest, VlmGenerationRequest
@@ -27,52 +38,63 @@ from sluice.workers.offline.answers import MAX_ROWS
 from sluice.workers.offline.settings import STANDARD
 
 
-class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt: exactly one of `messages`, `prompt` (a user message) and `prompt_token_ids` (used unchanged)."""
+class PromptRow(ImageRow, frozen=True, kw_only=True):
+    """One prompt: exactly one of `messages`, `prompt` (a user message) and `prompt_token_ids` (used unchanged).
+
+    Its images are those of any row; beside `prompt` they come before the text.
+    """
 
     messages: list[dict[str, Any]] | None = None
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
-    images: tuple[str | ImageRef, ...] = ()  # paths, relative to the input file's folder; beside `prompt`, before it
     id: str | int | None = None
     metadata: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         given = [name for name in ("messages", "prompt", "prompt_token_ids") if getattr(self, name) is not None]
         if len(given) != 1:
             what = " and ".join(given) or "none"
             raise ValueError(f"give exactly one of `messages`, `prompt` and `prompt_token_ids`, got {what}")
         if self.messages is not None:
             check_messages(self.messages)
+            check_images(self.messages, len(self.each_image()))
         if not getattr(self, given[0]):
             raise ValueError(f"`{given[0]}` is empty")
         if self.images and self.prompt_token_ids is not None:
             raise ValueError("`images` need `messages` or `prompt`, not `prompt_token_ids`")
-        for image in self.images:
-            reference = ImageRef.of(image) if isinstance(image, str) else image
-            if reference.path is None or reference.url or reference.sha256:
-                raise ValueError("`images` must be paths here; URLs and digests are only for jobs on the queue")
 
-    def request(self, where: str, folder: Path) -> GenerationRequest:
-        """The row as an engine request; `where` names the row in errors."""
+    def request(self, where: str, folder: Path, *, anywhere: bool = True) -> GenerationRequest:
+        """The row as an engine request; `where` names the row in errors.
+
+        `anywhere`: plain paths are files wherever they are, from the folder on; else they are references as well.
+        """
         if self.prompt_token_ids is not None:
             return TextGenerationRequest(prompt_token_ids=self.prompt_token_ids, request_id=where)
         if not self.images:
             messages = self.messages or [{"role": "user", "content": self.prompt}]
             return TextGenerationRequest(messages=messages, request_id=where)
-        content = [*({"type": "image"} for _ in self.images), {"type": "text", "text": self.prompt}]
+        content = [*({"type": "image"} for _ in self.each_image()), {"type": "text", "text": self.prompt}]
         return VlmGenerationRequest(
             messages=self.messages or [{"role": "user", "content": content}],
-            images=tuple(folder / (image if isinstance(image, str) else str(image.path)) for image in self.images),
+            images=tuple(_given(image, folder, anywhere) for image in self.each_image()),
             request_id=where,
         )
+
+
+def _given(image: str | RowImage, folder: Path, anywhere: bool) -> bytes | Path | ImageRef:
+    if isinstance(image, RowImage) and image.data is not None:
+        return image.data
+    ref = ImageRef.of(image) if isinstance(image, str) else image.ref
+    is_file = ref.path and not ref.url and not ref.sha256
+    return folder / str(ref.path) if anywhere and is_file else ref
 
 
 @dataclass(frozen=True)
 class Scan:
     """Results of the first pass."""
 
-    digest: str  # sha256 of the file
+    digest: str  # of the contents
     total: int  # rows, including malformed ones
     malformed: dict[int, Malformed] = field(default_factory=dict)  # by row
     with_image: set[int] = field(default_factory=set)  # rows with images
@@ -92,7 +114,8 @@ class PromptFile:
     path: Path
     name: str
     folder: Path  # image paths are relative to it
-    parquet: bool
+    kind: Literal["jsonl", "parquet", "datasets"] = "jsonl"
+    images: ImagesConfig = field(default_factory=ImagesConfig)
 
     def scan(self) -> Scan:
         """Read every row once. Raises DataError."""
@@ -105,24 +128,43 @@ class PromptFile:
                 with_image.add(number)
         if total > MAX_ROWS:
             raise DataError(f"{self.name}: {total} rows; the limit is {MAX_ROWS}, so split the file")
-        with self.path.open("rb") as stream:
-            return Scan(file_digest(stream, "sha256").hexdigest(), total, malformed, with_image)
+        return Scan(self._digest(), total, malformed, with_image)
 
     def rows(self) -> Iterator[tuple[int, PromptRow | Malformed]]:
         """(number from 0, row) in file order."""
-        return enumerate(read_rows(self.path, PromptRow, parquet=self.parquet, name=self.name))
+        limits = Limits(images=self.images.max_per_prompt)
+        if self.kind == "datasets":
+            return enumerate(read_dataset(self.name, PromptRow, limits, self._check))
+        options: dict[str, Any] = {"name": self.name, "limits": limits, "check": self._check}
+        return enumerate(read_rows(self.path, PromptRow, parquet=self.kind == "parquet", **options))
+
+    def _check(self, row: PromptRow) -> None:
+        admit_images(row.each_image(), self.images, "`images`")
+        admit_bytes(row.each_image(), self.images)
+
+    def _digest(self) -> str:
+        if self.kind == "datasets":
+            return fingerprint_dataset(self.name)
+        with self.path.open("rb") as stream:
+            return file_digest(stream, "sha256").hexdigest()
 
 
 @contextmanager
-def open_prompts(source: str) -> Iterator[PromptFile]:
-    """The prompts of a path, or of standard input (JSONL). Raises DataError."""
+def open_prompts(source: str, images: ImagesConfig | None = None) -> Iterator[PromptFile]:
+    """The prompts of a file, a data set or standard input (JSONL); `images` has the limits. Raises DataError."""
+    images = images or ImagesConfig()
     if source != STANDARD:
         path = Path(source)
+        if is_dataset(source):
+            yield PromptFile(path, source, path if path.is_dir() else Path(), "datasets", images)
+            return
         if not path.is_file():
-            raise DataError(f"{path}: no such file; --in must name a JSONL or Parquet file, or be -")
-        yield PromptFile(path, source, path.parent, is_parquet(path))
+            raise DataError(
+                f"{path}: no such file; --in must name a JSONL or Parquet file, a saved data set or hf:NAME, or be -"
+            )
+        yield PromptFile(path, source, path.parent, "parquet" if is_parquet(path) else "jsonl", images)
         return
     with tempfile.NamedTemporaryFile(prefix="sluice-prompts-") as copy:
         shutil.copyfileobj(sys.stdin.buffer, copy)
         copy.flush()
-        yield PromptFile(Path(copy.name), "<stdin>", Path(), parquet=False)
+        yield PromptFile(Path(copy.name), "<stdin>", Path(), images=images)

@@ -53,7 +53,7 @@ def run(settings: GenerateSettings) -> int:
     with _own_stdout() as stdout, _sigterm_as_sigint():
         model = model_digest(settings.model.path)  # before blocking on standard input
         plugins = make_plugins(settings.plugins)
-        with open_prompts(settings.source) as prompts:
+        with open_prompts(settings.source, settings.images) as prompts:
             scan = _scanned(prompts, settings)
             check_fit(plugins, backend=settings.backend, request_types=scan.request_types)
             decoding = Decoding(settings, prompts, scan, plugins)
@@ -187,7 +187,7 @@ class Decoding:
         if not kinds:
             return
         meter.say(f"loading {self.settings.model.path} ({self.settings.backend})")
-        with _engine(self.settings) as engine:
+        with _engine(self.settings, self.prompts.folder) as engine:
             meter.begin()
             for image in kinds:
                 try:
@@ -229,13 +229,14 @@ class Decoding:
                 number = number_of(at, index)
                 if number not in sink:
                     self._open[number], self._asked = row, True
-                    yield number, row.request(f"row {at}", self.prompts.folder)
+                    anywhere = not self.settings.images.roots
+                    yield number, row.request(f"row {at}", self.prompts.folder, anywhere=anywhere)
 
     def _append(self, sink: Sink, answer: Answer) -> None:
         sink.append(answer, answer.line(self.settings.fields))
 
 
-def _engine(settings: GenerateSettings) -> GenerationEngine:
+def _engine(settings: GenerateSettings, folder: Path) -> GenerationEngine:
     from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
     from sluice.workers.engine.generation_engine import GenerationEngine  # torch is slow to load
     from sluice.workers.engine.requests import ModelLoadConfig
@@ -252,7 +253,7 @@ def _engine(settings: GenerateSettings) -> GenerationEngine:
         preprocess=preprocess,
         vllm=settings.vllm,
         repeat_terminate=settings.repeat_terminate,
-        images=settings.images,
+        images=msgspec.structs.replace(settings.images, roots=settings.images.roots or (str(folder),)),
     )
 
 

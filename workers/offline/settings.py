@@ -10,7 +10,13 @@ import msgspec
 
 from sluice.pipeline.config import load_config
 from sluice.pipeline.config.suggest import did_you_mean
-from sluice.pipeline.config.types import ImagesConfig, ModelConfig, RepeatTerminateConfig, VllmEngineOptions
+from sluice.pipeline.config.types import (
+    BackendName,
+    ImagesConfig,
+    ModelConfig,
+    RepeatTerminateConfig,
+    VllmEngineOptions,
+)
 from sluice.pipeline.errors import ConfigError, EngineError, RequestError
 from sluice.pipeline.user_modules import load_object
 from sluice.workers.engine.plugins import GenerationPlugin, check_plugins
@@ -21,7 +27,7 @@ from sluice.workers.offline.answers import MAX_N
 STANDARD = "-"  # input or output
 _GUARD = "rollout_matching.repeat_terminate"
 _SETTABLE = ("model.", "worker.vllm.", f"{_GUARD}.", "images.")
-_OF_THE_QUEUE = {"model.path", *(f"images.{name}" for name in ("roots", "hosts", "fetch_timeout_s", "cache_mb"))}
+_OF_THE_QUEUE = {"model.path", "images.store", "images.store_mb"}
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq")
 KNOWN = {
     "balanced_json": "sluice.workers.engine.plugins.balanced_json:BalancedJsonStop",
@@ -40,7 +46,7 @@ class GenerateSettings(msgspec.Struct, frozen=True, kw_only=True):
     vllm: VllmEngineOptions = VllmEngineOptions()
     repeat_terminate: RepeatTerminateConfig = RepeatTerminateConfig()
     images: ImagesConfig = ImagesConfig()
-    backend: Literal["hf", "vllm"] = "hf"
+    backend: BackendName = "hf"
     fallback_backend: Literal["hf"] | None = None
     n: int = 1  # sequences per prompt
     enable_thinking: bool = False
@@ -103,8 +109,8 @@ def make_settings(
         key = item.partition("=")[0].strip()
         if not (key == _GUARD or key.startswith(_SETTABLE)) or key in _OF_THE_QUEUE:
             raise ConfigError(
-                f"--set {item}: no effect here; generate only takes model.*, worker.vllm.*, {_GUARD}.* and the limits "
-                "of images.*"
+                f"--set {item}: no effect here; generate only takes model.*, worker.vllm.*, {_GUARD}.* and images.* "
+                "without its store"
             )
     chosen = {key: value for key, value in model.items() if value is not None}
     try:

@@ -2,14 +2,13 @@
 
 - `version` is None whenever the weights aren't known to be those of one version: before the first load, and after a
   load that failed halfway.
-- Scores come from plain forward passes. Sequences with images are scored one at a time; those that begin with the same
-  prompt and images share what the vision tower makes of them.
+- Scores come from plain forward passes. Sequences with images are scored one at a time; all of them share what the
+  vision tower makes of an image, up to `images.cache_mb`, until a version brings the tower other weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +18,12 @@ import torch
 
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import EngineError, RequestError, TornWeights, WeightsError
-from sluice.pipeline.images.processor import VisionInputs
+from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.queue.scores import refusal
 from sluice.pipeline.weights.versions import verify
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
 from sluice.pipeline.wire.tokens import FloatArray
 from sluice.workers.engine.contracts import EngineFacts
-from sluice.workers.engine.hf.image_features import ImageFeatures
 from sluice.workers.engine.hf.model import load_model
 from sluice.workers.engine.hf.passes import token_logprobs
 from sluice.workers.engine.hf.proof import prove
@@ -34,7 +32,6 @@ from sluice.workers.engine.hf.weights import Weights
 from sluice.workers.engine.limits import check_token_ids
 from sluice.workers.weights_watch import probe_of
 
-_SHOWN = 8  # prompts with images whose features are kept
 _WRITTEN = -1  # no token's id
 
 
@@ -46,10 +43,9 @@ class VersionedModel:
         if config.scorer.torch_threads:
             torch.set_num_threads(config.scorer.torch_threads)
         self._pass_tokens, self._tolerance = config.scorer.pass_tokens, config.weights.probe_tolerance
-        self._model = load_model(config.model)
+        self._model = load_model(config.model, feature_bytes=config.images.cache_mb << 20)
         prove(self._model)
         self._weights = Weights(self._model.module, Path(config.model.path), self._total, self._model.features)
-        self._shown: OrderedDict[tuple[tuple[int, ...], tuple[Any, ...]], VisionInputs] = OrderedDict()
         self.version: int | None = None
 
     @property
@@ -128,25 +124,13 @@ class VersionedModel:
         looked = [_WRITTEN if at in written else token for at, token in enumerate(ids)]
         inputs = self._model.vision.match(looked, images).to_last_image()
         end = len(inputs.token_ids)
-        vision = self._sharing(replace(inputs, token_ids=tuple(ids[:end])), images)
+        vision = replace(inputs, token_ids=tuple(ids[:end]))
         try:
             rest = ids[end : max(end, start + high + 1)]
             logprobs = image_logprobs(self._model, vision, rest, start + low, job.temperature)
         except torch.OutOfMemoryError as error:
             raise EngineError(f"no memory to score {job.seq_id} with {len(images)} images ({error})") from error
         return [logprobs[position - low] for position in job.positions]
-
-    def _sharing(self, vision: VisionInputs, images: Sequence[Any]) -> VisionInputs:
-        """The same inputs as another sequence that begins like this one: both share the vision tower's work."""
-        digests = tuple(image.info.get("sha256") for image in images)
-        if None in digests:
-            return vision
-        key = vision.token_ids, digests
-        shared = self._shown.setdefault(key, vision)
-        self._shown.move_to_end(key)
-        while len(self._shown) > _SHOWN:
-            self._shown.popitem(last=False)
-        return shared
 
     def _why_not(self, job: ScoreJob) -> str:
         """Why this job can't be scored; empty if it can."""

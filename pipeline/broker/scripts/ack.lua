@@ -1,13 +1,12 @@
 -- needs: owns drop
 -- The trainer's ack, after its checkpoint is durable; counts each batch once, even if repeated.
--- Samples that the trainer dropped aren't trained, and no longer belong to a batch. If the rest produced a version, it
--- counts for fewer samples (`thinned`); otherwise each drop would let decoding run further ahead for good.
+-- Samples that the trainer dropped aren't trained, and no longer belong to a batch.
 -- KEYS batches counts owner dropped
--- ARGV nonce group stepped(1: trained, 0: all were dropped, no version results)
+-- ARGV nonce group
 --      then per batch: stream_id samples num_drops, then per drop: reason letter
 -- Returns the number of samples counted as trained, -1 if another trainer took over.
 if not owns(KEYS[3], ARGV[1]) then return -1 end
-local trained, lost, bytes, i = 0, 0, 0, 4
+local trained, lost, bytes, i = 0, 0, 0, 3
 while i <= #ARGV do
   local drops = tonumber(ARGV[i + 2])
   local entry = redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i], 'COUNT', 1)[1]
@@ -22,8 +21,5 @@ while i <= #ARGV do
 end
 redis.call('HINCRBY', KEYS[2], 'trained', trained)
 redis.call('HINCRBY', KEYS[2], 'bytes', -bytes)
-if lost > 0 then
-  redis.call('HINCRBY', KEYS[2], 'accepted', -lost)
-  if ARGV[3] == '1' then redis.call('HINCRBY', KEYS[2], 'thinned', lost) end
-end
+if lost > 0 then redis.call('HINCRBY', KEYS[2], 'accepted', -lost) end
 return trained

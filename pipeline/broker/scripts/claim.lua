@@ -6,7 +6,7 @@
 -- Returns {jobs, our cancelled ids, more_are_ready, finish_what_you_hold_first, latest version or '', jobs that ended,
 --          ms until it has to look again}
 -- Per job: {id, payload, attempt, enqueued_ms, ms to its deadline or '', alone, "i,j,…" committed, {index, progress, …},
---          foreign: its payload must still be read (settle.lua), attempts that don't count}
+--          foreign: its payload must still be read (settle.lua), tries used up}
 local owner, worker, lease = ARGV[FIRST], ARGV[FIRST + 1], tonumber(ARGV[FIRST + 2])
 local capacity, most = tonumber(ARGV[FIRST + 3]), tonumber(ARGV[FIRST + 4])
 local held, MOST_AT_ONCE = tonumber(ARGV[FIRST + 5]), 100
@@ -46,7 +46,7 @@ end
 
 local function facts(id)
   return redis.call('HMGET', state_of .. id, 'owner', 'n', 'ndone', 'at', 'expires', 'attempt', 'alone', 'p', 'foreign',
-    'excused')
+    'tries')
 end
 
 local function give(id, content, attempt, f)

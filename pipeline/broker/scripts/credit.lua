@@ -1,4 +1,4 @@
--- How far enqueueing may run ahead. Needs version.lua; every key is an argument.
+-- How far enqueueing may run ahead; every key is an argument.
 
 -- whether one "epoch:row" is before another
 local function behind(cursor, other)
@@ -17,14 +17,12 @@ local function rewound(source, before)
 end
 
 -- Current usage, and the limits (max_in_flight 0 = none); see admits.
-local function credit_of(counts, latest, max_in_flight, max_bytes, per_version, staleness)
-  local c = redis.call('HMGET', counts, 'enqueued', 'trained', 'dead', 'dropped', 'bytes', 'thinned')
+local function credit_of(counts, max_in_flight, max_bytes, per_version, staleness)
+  local c = redis.call('HMGET', counts, 'enqueued', 'trained', 'dead', 'dropped', 'bytes')
   local trained = tonumber(c[2] or 0)
-  -- Batches may exceed samples_per_version (groups stay whole), or lose samples in the trainer: the number actually
-  -- trained counts.
-  local so_far = math.max(math.max(0, newest_version(latest)) * per_version - tonumber(c[6] or 0), trained)
+  -- The samples that were trained count, not the versions: a version may hold any number of them, or none.
   return {
-    max_in_flight = max_in_flight, max_bytes = max_bytes, ahead = (staleness + 1) * per_version + so_far,
+    max_in_flight = max_in_flight, max_bytes = max_bytes, ahead = (staleness + 1) * per_version + trained,
     enqueued = tonumber(c[1] or 0), trained = trained, bytes = tonumber(c[5] or 0),
     lost = tonumber(c[3] or 0) + tonumber(c[4] or 0), added = 0, added_bytes = 0,
   }

@@ -1,4 +1,4 @@
--- needs: names line admit version credit
+-- needs: names line admit credit
 -- Admit jobs in order until the credit is used up.
 -- ARGV max_in_flight max_bytes samples_per_version max_staleness cursor_before('' = none)
 --      then per job: id payload n priority defer_ms deadline_ms(0 = none) cursor('' = none) call('' = decode)
@@ -9,7 +9,7 @@ local PER_JOB = 9
 local stored = rewound(source, ARGV[FIRST + 4])
 if stored then return { 'rewound', stored } end
 
-local credit = credit_of(counts, latest, tonumber(ARGV[FIRST]), tonumber(ARGV[FIRST + 1]), tonumber(ARGV[FIRST + 2]),
+local credit = credit_of(counts, tonumber(ARGV[FIRST]), tonumber(ARGV[FIRST + 1]), tonumber(ARGV[FIRST + 2]),
   tonumber(ARGV[FIRST + 3]))
 local now, total = now_ms(), (#ARGV - FIRST - 4) / PER_JOB
 local out, full, cursor = {}, false, ''

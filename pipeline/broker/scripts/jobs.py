@@ -111,12 +111,12 @@ class LeasedJob(NamedTuple):
     committed: frozenset[int]
     progress: dict[int, bytes]
     foreign: bool  # its payload hasn't been read yet: settle.lua
-    excused: int  # attempts that don't count
+    tries: int  # attempts that the function gave up itself
 
     @classmethod
     def of(cls, row: Any) -> LeasedJob:
         """From the script's table."""
-        job_id, payload, attempt, enqueued_ms, left_ms, alone, done, stored, foreign, excused = row
+        job_id, payload, attempt, enqueued_ms, left_ms, alone, done, stored, foreign, tries = row
         return cls(
             id=job_id,
             payload=payload,
@@ -127,7 +127,7 @@ class LeasedJob(NamedTuple):
             committed=frozenset(map(int, done.split(b","))) if done else frozenset(),
             progress={int(index): pieces for index, pieces in zip(stored[::2], stored[1::2], strict=True)},
             foreign=bool(foreign),
-            excused=int(excused),
+            tries=int(tries),
         )
 
 
@@ -245,7 +245,7 @@ class Release(IntRequest, frozen=True, kw_only=True):
     blame: str  # reason; '' = nobody's fault
     traceback: str
     max_deaths: int
-    excused: bool
+    tried: bool
     jobs: list[Attempt]
 
 

@@ -1,7 +1,7 @@
 -- needs: names log finish reply bury blame acquit
 -- Hand jobs back to their place in the line, or `delay_ms` later. With `blame` (why) it counts as a death.
--- `excused`: the attempt doesn't count as a try.
--- ARGV owner delay_ms blame traceback max_deaths excused(0|1) then per job: id attempt
+-- `tried`: the function gave up its attempt itself, so it counts as a try; no other ending of an attempt does.
+-- ARGV owner delay_ms blame traceback max_deaths tried(0|1) then per job: id attempt
 -- Returns the number of jobs handed back.
 local owner, delay, why = ARGV[FIRST], tonumber(ARGV[FIRST + 1]), ARGV[FIRST + 2]
 local now, released, given_back = now_ms(), 0, (#ARGV - FIRST - 5) / 2
@@ -12,7 +12,7 @@ for i = FIRST + 6, #ARGV, 2 do
     if why ~= '' then
       blame(id, '', given_back, tonumber(ARGV[FIRST + 4]), now, why, ARGV[FIRST + 3])
     else
-      if ARGV[FIRST + 5] == '1' then redis.call('HINCRBY', state_of .. id, 'excused', 1) end
+      if ARGV[FIRST + 5] == '1' then redis.call('HINCRBY', state_of .. id, 'tries', 1) end
       requeue(id, f[3] or now, f[4], now, delay, logged(f[5], f[6], f[2], f[7], now, 'h'))
     end
     released = released + 1

@@ -1,5 +1,5 @@
 -- The arguments every script of agent rollouts gets first (RolloutNames in rollouts.py), and the clock.
-local counts, dropped, latest, source, open = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local counts, dropped, source, open = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local rollout_of, ttl_ms, keep_ms, FIRST = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), 4
 
 local function now_ms()

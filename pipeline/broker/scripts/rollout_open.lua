@@ -1,11 +1,11 @@
--- needs: rollout_names version credit
+-- needs: rollout_names credit
 -- Open rollouts in order until the credit is used up; the rules are those of enqueue.lua.
 -- ARGV max_in_flight max_bytes samples_per_version max_staleness cursor_before('' = none)
 --      then per rollout: id head stream group index size cursor('' = none)
 -- Returns per rollout: enqueued | duplicate (open) | done (closed) | over_credit; or {rewound, cursor}
 local stored = rewound(source, ARGV[FIRST + 4])
 if stored then return { 'rewound', stored } end
-local credit = credit_of(counts, latest, tonumber(ARGV[FIRST]), tonumber(ARGV[FIRST + 1]), tonumber(ARGV[FIRST + 2]),
+local credit = credit_of(counts, tonumber(ARGV[FIRST]), tonumber(ARGV[FIRST + 1]), tonumber(ARGV[FIRST + 2]),
   tonumber(ARGV[FIRST + 3]))
 local until_ms, out, full, cursor = now_ms() + ttl_ms, {}, false, ''
 

@@ -17,7 +17,6 @@ class RolloutNames(Names, frozen=True, kw_only=True):
 
     counts: str
     dropped: str
-    latest: str
     source: str
     open: str
     rollout_of: str
@@ -25,12 +24,12 @@ class RolloutNames(Names, frozen=True, kw_only=True):
     keep_ms: int
 
     def keys(self) -> list[str]:
-        """The first five."""
-        return list(msgspec.structs.astuple(self)[:5])
+        """The first four."""
+        return list(msgspec.structs.astuple(self)[:4])
 
     def head(self) -> list[Any]:
         """The others."""
-        return list(msgspec.structs.astuple(self)[5:])
+        return list(msgspec.structs.astuple(self)[4:])
 
 
 class NewRollout(NamedTuple):

@@ -125,12 +125,11 @@ class Ack(IntRequest, frozen=True, kw_only=True):
     script: ClassVar[str] = "ack"
     nonce: str
     group: str
-    stepped: bool
     batches: list[AckedBatch]
 
     def args(self) -> list[Any]:
         """Each batch is followed by its drops."""
-        found: list[Any] = [self.nonce, self.group, int(self.stepped)]
+        found: list[Any] = [self.nonce, self.group]
         for batch in self.batches:
             found += [batch.stream_id, batch.samples, len(batch.drops)]
             found += [part for drop in batch.drops for part in drop]

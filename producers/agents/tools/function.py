@@ -3,8 +3,8 @@
 - The schema comes from the function's annotations, and arguments are checked against it before the call.
 - A coroutine runs in the event loop, a plain function in a thread. A deadline ends the wait for a thread, not the
   thread: write anything that may wait as a coroutine.
-- Each plain function has separate threads (`rollout_server.tool_threads`), so one that hangs takes none of another's;
-  its clock starts when it does.
+- Each plain function has separate threads (`rollout_server.tool_threads`), so one that hangs takes none of another's.
+  Its time limit counts from its start in a thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_LOST = 32  # calls of one function that never ended
 
 
 class ToolError(SluiceError):
-    """What the model is told as "Error: …"; raised by a tool that wants to choose the words."""
+    """Reaches the model as "Error: …"; raised by a tool to choose the wording."""
 
 
 @runtime_checkable

@@ -2,8 +2,8 @@
 
     ToolImage (bytes, or a file) ─ format, size ─▶ image part with a data URL ─▶ the trainer, which keeps it by digest
 
-The rollout server keeps no pictures: every call carries them, as OpenAI's protocol has it. Its final answer names them
-by digest alone.
+The rollout server keeps no pictures: every call carries them, as in OpenAI's protocol. Its final answer has only their
+digests.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ToolImage:
 
 
 def with_digests(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with `sha256:…` in the place of data URLs."""
+    """The messages with `sha256:…` in place of data URLs."""
     made: list[dict[str, Any]] = []
     for message in messages:
         content = message.get("content")
@@ -60,6 +60,6 @@ def _with_digest(part: Any) -> Any:
         return part
     try:
         data = binascii.a2b_base64(url.partition(",")[2])
-    except ValueError:  # a trainer took it: what it names is its own affair
+    except ValueError:  # the trainer accepted it, so it stays
         return part
     return {"type": "image_url", "image_url": {"url": f"sha256:{sha256(data).hexdigest()}"}}

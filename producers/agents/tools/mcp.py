@@ -2,9 +2,9 @@
 
 - The server must be in the list of allowed hosts; no redirects, and its answers are bounded.
 - The connection lives in a separate task: when the server dies its calls fail, and the rollout continues.
-- The SDK speaks through httpx2, whose transports are the supported place to say how a request travels: here through
-  `guarded_session`, so that a tool server is reached as any other host that a request names.
-- Nothing that the server asks of a client (sampling, elicitation, roots) is answered.
+- The SDK uses httpx2, whose transports are the supported hook for sending requests: here through `guarded_session`, so
+  the same rules apply to a tool server as to any other host that a request names.
+- Requests from the server to the client (sampling, elicitation, roots) aren't answered.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """The tools of a rollout server.
 
-- Calls of one turn run in parallel, each under its own deadline; results come in the order of the calls. Beyond
-  `max_calls` none is run, and the model is told so.
-- A failing tool is data: whatever goes wrong is an "Error: …" message for the model, and the loop goes on. What a tool
-  raises may hold a secret: only a ToolError's words are the model's, all else is the log's.
-- A result is bounded, and always text that can be encoded, or such texts and images. An image that is too large, or
-  none, makes the call a failed one.
-- So do images beyond those that the trainer takes in one conversation, because it refuses the whole next call.
+- Calls of one turn run in parallel, each under its own deadline; results come in the order of the calls. Calls beyond
+  `max_calls` don't run, and the model reads so.
+- A failing tool is data: whatever goes wrong becomes an "Error: …" message for the model, and the loop continues. An
+  exception may hold a secret: the model sees only the text of a ToolError; the log has everything else.
+- A result is bounded: text that can be encoded, or a list of such texts and images. The call fails if an image is too
+  large or isn't one.
+- It also fails for images beyond what the trainer accepts in one conversation: the trainer would refuse the whole next
+  call.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class ToolBox:
         answers: Sequence[dict[str, Any]],
         conversation: Sequence[Mapping[str, Any]],
     ) -> list[dict[str, Any]]:
-        """The answers, in order; one with images for which there is no room is an error."""
+        """The answers, in order; one with more images than fit becomes an error."""
         most, most_chars = self._images.max_per_prompt, int(self._body_mb * 2**20 * _IMAGE_SHARE)
         count, chars = _images_of(conversation)
         kept: list[dict[str, Any]] = []
@@ -110,7 +111,7 @@ class ToolBox:
             own, own_chars = _images_of([answer])
             why = None
             if own and count + own > most:
-                why = f"would have {count + own}, the limit is {most}; go on without more"
+                why = f"would have {count + own}, the limit is {most}; continue without more"
             elif own and chars + own_chars > most_chars:
                 total = (chars + own_chars) >> 10
                 why = f"would have {total} KiB of them in base64, the limit is {most_chars >> 10}; ask for smaller ones"

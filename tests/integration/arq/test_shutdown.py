@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 from typing import Any
 
@@ -92,6 +93,57 @@ async def test_what_does_not_finish_in_time_runs_again_elsewhere(
     assert await answer(long) == 2
     assert await letters(client, keys) == {}
     assert (await counts(client, keys)).get("redelivered", 0) == 0, "nobody is to blame"
+
+
+async def test_a_cancelled_function_ends_before_its_worker_shuts_down(
+    foreign: ArqRedis, make_worker: MakeWorker, keys: Keys
+) -> None:
+    """What `on_shutdown` closes is used in its `finally`."""
+    order: list[str] = []
+
+    async def tidy(ctx: dict[Any, Any]) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(5):
+                await ctx["redis"].ping()
+            order.append("tidied up")
+
+    async def shut_down(ctx: dict[Any, Any]) -> None:
+        order.append("shut down")
+
+    job = await foreign.enqueue_job("tidy")
+    assert job is not None
+    worker = make_worker(func(tidy, name="tidy"), burst=False, settings={"drain_s": 0.0}, on_shutdown=shut_down)
+    task = asyncio.create_task(worker.main())
+    await reaches(job, JobStatus.in_progress)
+    worker.handle_sig(signal.SIGTERM)
+    async with asyncio.timeout(DEADLINE_S):
+        await task
+        await worker.close()
+    assert order == ["tidied up", "shut down"]
+
+
+async def test_a_lost_lease_costs_no_try(
+    foreign: ArqRedis, make_worker: MakeWorker, keys: Keys, client: Redis, gate: Gate
+) -> None:
+    """Nor does the death of a worker: blame.lua counts those."""
+    job = await foreign.enqueue_job("wait", patient=True)
+    assert job is not None
+    dead = make_worker(gate.function(), name="dead")
+    [claim] = (await dead.leases.queue.claim(1, 0.05, 3)).claims
+    assert claim.attempt == 1
+    await until(functools.partial(_is_over, client, keys, job.job_id), "the lease to expire")
+    gate.open.set()
+    next_one = make_worker(gate.function(), name="next", max_tries=1)
+    await burst(next_one)
+    assert await answer(job) == 2
+    assert tally(next_one) == (1, 0, 0)
+
+
+async def _is_over(client: Any, keys: Keys, job_id: str) -> bool:
+    ends, (seconds, micros) = await client.zscore(keys.leases, job_id), await client.time()
+    return ends < seconds * 1000 + micros / 1000
 
 
 async def test_a_stop_costs_no_try(foreign: ArqRedis, make_worker: MakeWorker, gate: Gate) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from arq.worker import func
 from redis.asyncio import Redis
 
 from sluice.pipeline.queue import JobFailed
+from sluice.pipeline.queue.types import Claim
 from sluice.pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
-from tests.integration.arq.serving import answer, burst, letters, tally
+from tests.integration.arq.serving import answer, burst, letters, serving, tally, until
 
 
 async def forever(ctx: dict[Any, Any]) -> None:
@@ -95,6 +97,34 @@ async def test_a_job_may_run_longer_than_a_lease(foreign: ArqRedis, make_worker:
     await burst(one, two)
     assert await answer(job) == 1
     assert runs == [1]
+
+
+async def test_an_attempt_that_swallows_its_cancellation_takes_no_limit_from_the_next(
+    foreign: ArqRedis, make_worker: MakeWorker, keys: Keys, client: Redis
+) -> None:
+    """Its lease was lost and its worker has the job again; its late result counts for nothing."""
+    stubborn, tries = asyncio.Event(), list[int]()
+
+    async def holds_on(ctx: dict[Any, Any]) -> str:
+        tries.append(ctx["job_try"])
+        if ctx["job_try"] > 1:
+            stubborn.set()
+            await asyncio.Event().wait()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await stubborn.wait()
+        return "late"
+
+    job = await foreign.enqueue_job("holds_on", _job_id=f"{keys.run}:a")
+    worker = make_worker(func(holds_on, name="holds_on"), job_timeout=1.0)
+    async with serving(worker):
+        await until(lambda: tries, "the first attempt")
+        await worker.leases.queue.release([Claim(job_id=f"{keys.run}:a", attempt=1, enqueued_at=0)])  # loses its lease
+        await until(lambda: len(tries) == 2, "the second attempt")
+        with pytest.raises(JobFailed, match="TimeoutError"):
+            await answer(job)
+    assert tries == [1, 2]
+    assert "TimeoutError" in (await letters(client, keys))[f"{keys.run}:a"].traceback
 
 
 async def test_the_time_of_hooks_is_not_the_functions(foreign: ArqRedis, make_worker: MakeWorker) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +17,7 @@ from playwright.sync_api import Browser, Page, expect
 from tests.dashboard_site import Site
 from tests.integration.dashboard.browsing import chromium, watched
 
-LINKS = ("Jobs", "Sequences", "Processes", "Weights", "Dead letters", "Config", "Overview")
+LINKS = ("Sequences", "Jobs", "Processes", "Weights", "Dead letters", "Config", "Runs", "Overview")
 _LABELLED = """
   [...document.querySelectorAll('input:not([type=hidden]), select, textarea')]
     .filter((one) => !(one.labels && one.labels.length) && !one.getAttribute('aria-label')).map((one) => one.outerHTML)
@@ -79,7 +82,8 @@ def test_the_overview_follows_the_run(browser: Browser, site: Site) -> None:
         site.do(site.die("followed"))
         expect(dead).to_have_text(re.compile(f"^{before + 1}"))
         expect(seen.page.locator("#lost")).to_be_hidden()
-        expect(seen.page.locator(".s-worker .says")).to_have_text(re.compile("waits for jobs"))
+        expect(seen.page.locator(".s-worker")).to_have_attribute("title", re.compile("waits for jobs"))
+        expect(seen.page.locator(".verdict-band h1")).to_have_text(re.compile("^Stalled: no producer is alive"))
 
 
 def test_the_configuration_is_searched_while_one_types(browser: Browser, site: Site) -> None:
@@ -145,3 +149,52 @@ def test_a_page_says_that_its_server_is_gone(browser: Browser, site: Site) -> No
         expect(page.locator("#lost")).to_have_text(re.compile(r"Connection lost. Last update \d\d:"), timeout=20_000)
     finally:
         context.close()
+
+
+def learn(directory: Path, steps: int) -> None:
+    """What a trainer and an evaluator would have written."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "metrics.jsonl").open("w") as stream:
+        for step in range(1, steps + 1):
+            values = {"train/loss": 1 / step, "rollout/gen_new_tokens_total": 900.0, "rollout/f1": 0.9}
+            stream.write(json.dumps({"step": step, "version": step - 1, "at": 1000.0 + 5 * step, **values}) + "\n")
+    with (directory / "evals.jsonl").open("w") as stream:
+        stream.writelines(
+            json.dumps({"version": at, "at": 1000.0 + at, "f1": at / steps}) + "\n" for at in range(0, steps, 3)
+        )
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_curves_are_drawn_over_steps_and_time_and_tell_values_on_hover(
+    browser: Browser, site: Site, tmp_path: Path, width: int
+) -> None:
+    run = Path(site.config.run_dir) / site.config.run
+    learn(run, 30)
+    learn(run.parent / "another", 20)
+    try:
+        with watched(browser, site.url, width=width) as seen:
+            seen.visit("/")
+            page = seen.page
+            heldout = page.locator("figure.chart[data-key=heldout]")
+            expect(heldout.locator("canvas")).to_be_visible()
+            expect(heldout.locator("figcaption")).to_contain_text("never trained on")
+            heldout.locator(".u-over").hover(position={"x": 2, "y": 20})
+            expect(heldout.locator(".place")).to_have_text(re.compile("^step "))
+            expect(heldout.locator(".lines b").first).to_have_text("0")
+            page.get_by_role("button", name="Time").click()
+            expect(page.get_by_role("button", name="Time")).to_have_attribute("aria-pressed", "true")
+            heldout.locator(".u-over").hover(position={"x": 2, "y": 20})
+            expect(heldout.locator(".place")).to_have_text(re.compile(" min$"))
+            check(page, width)
+            page.get_by_role("link", name="Compare with another run").click()
+            page.get_by_label("Compare another", exact=True).check()
+            page.get_by_role("button", name="Compare").click()
+            loss = page.locator("figure.chart[data-key=loss]")
+            expect(loss.locator("canvas")).to_be_visible()
+            expect(loss.locator(".lines li:not(.place) span")).to_have_text([site.config.run, "another"])
+            check(page, width)
+            assert page.evaluate("document.documentElement.scrollHeight") < 3000, "a page, not a roll"
+    finally:
+        for name in ("metrics.jsonl", "evals.jsonl"):
+            (run / name).unlink()
+        shutil.rmtree(run.parent / "another")

@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page, expect
 from tests.dashboard_site import Site
 from tests.integration.dashboard.browsing import chromium, watched
 
-ROWS = "#found table.sequences tbody tr"
+ROWS = "#found table.sequences tr.answer"
 _GROUND = "(one) => getComputedStyle(one).backgroundColor"
 
 
@@ -39,6 +39,7 @@ def test_the_list_follows_the_filter_and_so_does_the_address(browser: Browser, s
         page = seen.page
         whole = page.locator(ROWS).count()
         assert whole >= 16
+        page.get_by_text("More filters").click()
         page.get_by_label("Part of an id").press_sequentially("row-3")
         expect(page.locator(ROWS)).to_have_count(2)
         expect(page).to_have_url(re.compile(r"/sequences\?search=row-3$"))
@@ -91,9 +92,28 @@ def test_from_a_job_to_its_sequence(browser: Browser, site: Site) -> None:
         page.get_by_role("link", name="row-5").click()
         expect(page.locator(".attempts tbody tr")).to_have_count(2)
         expect(page.locator(".attempts .bar.ended")).to_be_visible()
-        page.get_by_role("link", name=re.compile(r"row-5:1$")).click()
+        expect(page.locator(".answers > li")).to_have_count(2)
+        expect(page.locator(".asked")).to_contain_text("What is 5 + 5?")
+        page.locator("table.sequences").last.get_by_role("link", name=re.compile(r"row-5:1$")).click()
         expect(page.locator("h1")).to_have_text(site.job_id("row-5:1"))
         expect(page.locator(".facts").first).to_contain_text("tokens/s")
+
+
+def test_prompts_are_found_by_their_words_and_sorted_by_reward(browser: Browser, site: Site) -> None:
+    with watched(browser, site.url) as seen:
+        seen.visit("/sequences")
+        page = seen.page
+        page.get_by_label("Words of prompts and answers").press_sequentially('"6 + 6"')
+        expect(page.locator(ROWS)).to_have_count(2)
+        expect(page.locator("tr.prompt")).to_contain_text("What is 6 + 6?")
+        expect(page.locator("tr.prompt .truth")).to_contain_text("12")
+        page.get_by_label("Words of prompts and answers").fill("***")
+        expect(page.locator("#found .note.warn")).to_contain_text("no word to search for")
+        page.get_by_label("Words of prompts and answers").fill("")
+        page.get_by_label("Sort").select_option("longest first")
+        expect(page.locator("#found caption")).to_contain_text("Longest first")
+        page.get_by_role("link", name="compare its 2 answers").first.click()
+        expect(page.locator(".answers > li")).to_have_count(2)
 
 
 @pytest.mark.parametrize("path", ["/sequences", "/jobs", "sequence", "job"])
@@ -110,6 +130,7 @@ def test_without_scripts_the_same_is_there(browser: Browser, site: Site) -> None
     with watched(browser, site.url, scripts=False) as seen:
         seen.visit("/sequences")
         page = seen.page
+        page.get_by_text("More filters").click()
         page.get_by_label("Part of an id").fill("row-4")
         page.get_by_role("button", name="Filter").click()
         expect(page.locator(ROWS)).to_have_count(2)

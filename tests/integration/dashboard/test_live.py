@@ -9,15 +9,15 @@ import time
 from collections.abc import Iterator
 
 from sluice.consumers.dashboard.app import make_app
-from sluice.consumers.dashboard.live import MOST_STREAMS
 from sluice.consumers.dashboard.monitor import Monitor
+from sluice.consumers.dashboard.render import MOST_STREAMS
 from sluice.pipeline.broker import connection as broker
 from sluice.pipeline.config.types import BrokerConfig
 from tests.dashboard_site import Site
 from tests.integration.dashboard.asking import ask
 from tests.served import served
 
-PATH = "/events?show=stalls,overview,nonsense"
+PATH = "/events?show=verdict,overview,nonsense"
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def test_a_stream_begins_with_all_its_parts_and_then_says_what_changed(site: Sit
         assert (answer.status, answer.getheader("Content-Type")) == (200, "text/event-stream; charset=utf-8")
         assert next_event(answer) == ("", ""), "how soon to come back"
         seen = dict(next_event(answer) for _ in range(3))
-        assert sorted(seen) == ["overview", "stalls", "tick"]
+        assert sorted(seen) == ["overview", "tick", "verdict"]
         ticks = 0
         while ticks < 3:
             name, data = next_event(answer)

@@ -15,7 +15,7 @@ from tests.dashboard_site import Site
 from tests.integration.dashboard.asking import OURS, Answer, ask
 from tests.roles import role_of
 
-PAGES = ("/", "/workers", "/weights", "/dead-letters", "/config")
+PAGES = ("/", "/workers", "/weights", "/dead-letters", "/config", "/runs")
 HOSTILE = (
     "<script>alert(1)</script>", "\" onmouseover=alert(1) x=\"", "../../etc/passwd", "a b", "%", "'; drop", "{{ 7*7 }}",
     "é🙂", "x" * 512,
@@ -48,6 +48,7 @@ def test_a_page_is_whole_without_scripts(site: Site, path: str) -> None:
 
 def test_the_overview_says_what_goes_on(site: Site) -> None:
     text = until(site, "/", "worker-0 waits for jobs (none is ready)")
+    assert "<h1>Stalled: no producer is alive, and there are rows to read (and " in text
     assert "No trainer is alive" in text
     assert "<code>sluice train -c CONFIG</code>" in text
     assert re.search(r"<dt>Dead</dt><dd>\d+", text)

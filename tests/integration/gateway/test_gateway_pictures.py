@@ -152,7 +152,7 @@ async def test_a_tool_shows_images_to_a_rollout_of_ours(
     inputs = VisionProcessor.load(config.model, transformers).match(
         [*result.prompt_token_ids, *token_ids], [Image.open(BytesIO(_kept(config, url))).convert("RGB") for url in urls]
     )
-    assert inputs.num_images == 3, "a trainer finds every image's expansion in the tokens of the sequence"
+    assert len(inputs.images) == 3, "a trainer finds every image's expansion in the tokens of the sequence"
 
 
 def _kept(config: Config, url: str) -> bytes:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from msgspec.structs import replace
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from sluice.consumers.training.checkpoint import TrainerState, write_state
+from sluice.consumers.training.checkpoint import TrainerState, read_state, write_state
 from sluice.consumers.training.handoff import RolloutDataset, Rollouts
 from sluice.consumers.training.session import Session
 from sluice.consumers.training.step_log import StepRecords, read_rollouts, read_steps
@@ -36,6 +40,7 @@ from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.versions import verify
 from sluice.pipeline.wire.keys import BATCH_GROUP, Keys
 from sluice.pipeline.wire.messages import DeadLetter, ImageRef, TrainingBatch, decode, encode
+from tests.integration.test_trainer import train
 from tests.trainers import random_sample
 
 MakeRun = Callable[..., Config]
@@ -173,11 +178,12 @@ def test_ids_that_the_callers_checkpoint_holds_are_not_given_again(make_run: Mak
         rollouts.done()
     assert given == [[ids(3)[2], *ids(3)[4:]]]
     assert look(config).complete
+    assert sorted(trained(config)) == ids(3), "what the caller's checkpoint holds is trained, for every later process"
 
 
 def test_one_loop_at_a_time(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_run(1)
-    monkeypatch.setattr("sluice.consumers.training.handoff._ACQUIRE_S", 0.1)
+    monkeypatch.setattr("sluice.consumers.training.session_thread._ACQUIRE_S", 0.1)
     with (
         Rollouts(config),
         pytest.raises(DeadlineExceeded, match=r"another process has held this role.*trainer\.external=true"),
@@ -320,8 +326,6 @@ def test_samples_that_the_loop_drops_are_counted_and_never_come_again(
     letters = [decode(DeadLetter, fields[b"d"]) for _, fields in sync_client.xrange(keys.dropped)]
     assert [(each.seq_id, each.reason) for each in letters] == [(one, "too_old") for one in (ids(1)[0], *ids(2)[2:])]
     assert letters[0].detail == "3 versions behind"
-    thinned = int(sync_client.hget(keys.counts, "thinned") or 0)
-    assert thinned == (3 if how == "publish" else 1), "what was dropped counts in no version's credit"
     for name, by in {"trained": -1, "dropped": -3, "dropped:too_old": -3, "accepted": 3}.items():
         sync_client.hincrby(keys.counts, name, by)
     for fields in raw[:2]:
@@ -342,6 +346,8 @@ def test_what_was_dropped_and_not_finished_comes_again(make_run: MakeRun) -> Non
     with Rollouts(config) as rollouts:
         assert [batch["seq_ids"] for batch in rollouts.batches()] == [ids(1)]
         rollouts.done()
+        with pytest.raises(TaskError, match="the run is complete"):
+            rollouts.done()
     assert (look(config).trained, look(config).complete) == (2, True)
 
 
@@ -436,3 +442,207 @@ def test_a_model_that_is_a_version_of_another_run_starts_at_step_0(make_run: Mak
             rollouts.publish(rollouts.model_path)
     assert [line["step"] for line in read_steps(run_of(config) / "trained.jsonl")] == [1, 2]
     assert look(config).complete
+
+
+def ctrl_c(call: Callable[[], Any], when: Callable[[], bool]) -> None:
+    """Run it, and interrupt it as Ctrl-C does once it is so."""
+
+    def interrupt() -> None:
+        until = time.monotonic() + 20
+        while not when() and time.monotonic() < until:
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    thread.join()
+
+
+def test_what_ctrl_c_kept_from_the_loop_is_given_to_the_next_one(
+    make_run: MakeRun, sync_client: Any, keys: Keys
+) -> None:
+    """The interrupted wait goes on in the session's thread, and takes a batch that nobody sees."""
+    config = make_run(1, last=False, batch_wait_s=20.0)
+    late = TrainingBatch(batch_id="1", samples=[random_sample(f"1-{member}", 12 + member) for member in range(2)])
+    with Rollouts(config) as rollouts:
+        batches = rollouts.batches()
+        assert next(batches)["seq_ids"] == ids(1)
+        ctrl_c(lambda: next(batches), lambda: waits_for_batches(sync_client, keys))
+        sync_client.xadd(keys.batches, {"b": encode(late)})
+        for name in ("enqueued", "accepted"):
+            sync_client.hincrby(keys.counts, name, 2)
+        sync_client.hset(keys.source, "exhausted", 1)
+        rollouts.publish(rollouts.model_path)
+        assert look(config).trained == 2, "the loop has seen the first batch alone"
+        assert [batch["seq_ids"] for batch in rollouts.batches()] == [ids(2)[2:]]
+        rollouts.done()
+    assert trained(config) == ids(2)
+    assert look(config).complete
+
+
+def waits_for_batches(client: Any, keys: Keys) -> bool:
+    return any(b"training batches from the consumers" in row for row in client.hvals(keys.processes))
+
+
+def test_a_loader_that_fetches_ahead_finishes_what_the_loop_names(make_run: MakeRun) -> None:
+    """accelerate's has fetched the next batch before it gives this one."""
+    config = make_run(3)
+    with Rollouts(config) as rollouts:
+        given: list[list[str]] = []
+        for batch in prepare_data_loader(DataLoader(RolloutDataset(rollouts), batch_size=None, num_workers=0)):
+            given.append(batch["seq_ids"])
+            if len(given) == 1:
+                for end in (lambda: rollouts.publish(rollouts.model_path), rollouts.done):
+                    with pytest.raises(TaskError, match=r"2 batches.*fetched one ahead.*seq_ids=batch\['seq_ids'\]"):
+                        end()
+                assert look(config).trained == 0
+            rollouts.publish(rollouts.model_path, seq_ids=batch["seq_ids"])
+            assert look(config).trained == 2 * len(given)
+    assert given == [ids(3)[:2], ids(3)[2:4], ids(3)[4:]]
+    assert [line["seq_ids"] for line in read_steps(run_of(config) / "trained.jsonl")] == given
+    assert look(config).complete
+
+
+def test_half_a_batch_may_be_finished_and_the_rest_comes_again(make_run: MakeRun) -> None:
+    config = make_run(2)
+    with Rollouts(config) as rollouts:
+        batches = rollouts.batches()
+        next(batches)
+        next(batches)
+        with pytest.raises(TaskError, match="nobody:0: not finished: it was not delivered"):
+            rollouts.done(seq_ids=["nobody:0"])
+        rollouts.publish(rollouts.model_path, seq_ids=[ids(2)[0], ids(2)[3]])
+        assert look(config).trained == 0, "neither batch is whole"
+    with Rollouts(config) as rollouts:
+        assert [batch["seq_ids"] for batch in rollouts.batches()] == [[ids(2)[1], ids(2)[2]]]
+        rollouts.done(seq_ids=ids(2)[1:2])
+        assert look(config).trained == 2
+        rollouts.done()
+    assert sorted(trained(config)) == ids(2)
+    assert (look(config).trained, look(config).complete) == (4, True)
+
+
+def test_a_publish_that_failed_behind_the_ack_makes_no_second_step(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_run(2)
+
+    async def ends(*_: Any, **__: Any) -> None:
+        raise RuntimeError("cut off")
+
+    with Rollouts(config) as rollouts:
+        batches = rollouts.batches()
+        next(batches)
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightsRegistry, "register", ends)
+            with pytest.raises(RuntimeError, match="cut off"):
+                rollouts.publish(rollouts.model_path)
+        assert look(config).trained == 2
+        number = rollouts.publish(rollouts.model_path)
+        assert look(config).latest_version == number
+        assert manifest_of(config, number).step == 1
+        next(batches)
+        rollouts.publish(rollouts.model_path)
+    lines = read_steps(run_of(config) / "trained.jsonl")
+    assert [(line["step"], line["seq_ids"]) for line in lines] == [(1, ids(2)[:2]), (2, ids(2)[2:])]
+
+
+def test_a_publish_that_was_interrupted_and_called_again_makes_no_second_step(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request runs to its end though Ctrl-C takes its caller away."""
+    config = make_run(2)
+    began, go, real = threading.Event(), threading.Event(), Session.commit
+
+    async def slow(self: Session, *args: Any, **options: Any) -> None:
+        began.set()
+        await asyncio.to_thread(go.wait, 20)
+        await real(self, *args, **options)
+
+    with Rollouts(config) as rollouts:
+        batches = rollouts.batches()
+        next(batches)
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "commit", slow)
+            ctrl_c(lambda: rollouts.publish(rollouts.model_path), began.is_set)
+            go.set()
+        rollouts.publish(rollouts.model_path)
+        rollouts.done()  # nothing is out, so this is no step either
+        next(batches)
+        rollouts.done()
+    lines = read_steps(run_of(config) / "trained.jsonl")
+    assert [(line["step"], line["seq_ids"]) for line in lines] == [(1, ids(2)[:2]), (2, ids(2)[2:])]
+    assert look(config).complete
+
+
+def test_a_version_gives_no_more_credit_than_was_trained_for_it(
+    make_run: MakeRun, sync_client: Any, keys: Keys
+) -> None:
+    """Two versions of one batch in halves, and one of nothing: as many as before may be ahead of the trained ones."""
+    config = make_run(2)
+    sync_client.hset(keys.source, mapping={"per_version": 2, "staleness": 1})
+    with Rollouts(config) as rollouts:
+        batches = rollouts.batches()
+        next(batches)
+        for seq_ids in ([], ids(1)[:1], ids(1)[1:]):
+            rollouts.publish(rollouts.model_path, seq_ids=seq_ids)
+        now = look(config)
+        assert (now.latest_version, now.trained, now.credit.max_ahead) == (3, 2, 2 * 2 + 2)
+
+
+def test_ids_of_a_callers_checkpoint_stay_trained_for_a_loop_that_does_not_name_them(
+    make_run: MakeRun, sync_client: Any, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker loses the acks and brings the batches again; also after an attempt at a step that failed."""
+    config = make_run(3)
+    raw = [fields for _, fields in sync_client.xrange(keys.batches)]
+
+    async def ends(*_: Any, **__: Any) -> None:
+        raise RuntimeError("cut off")
+
+    with Rollouts(config, seen=ids(3)[2:]) as rollouts:
+        batches = rollouts.batches()
+        next(batches)
+        with monkeypatch.context() as patch:
+            patch.setattr(StepRecords, "show", ends)
+            with pytest.raises(RuntimeError, match="cut off"):
+                rollouts.publish(rollouts.model_path)
+        assert list(batches) == []
+        rollouts.publish(rollouts.model_path)
+    assert sorted(trained(config)) == ids(3)
+    for fields in raw:
+        sync_client.xadd(keys.batches, fields)
+    with Rollouts(config) as rollouts:
+        assert list(rollouts.batches()) == []
+    assert sorted(trained(config)) == ids(3)
+
+
+def test_a_loop_continues_what_the_built_in_trainer_began_and_that_one_refuses_the_reverse(
+    make_run: MakeRun, source: Path
+) -> None:
+    config = make_run(4)
+    asyncio.run(train(replace(config, trainer=replace(config.trainer, max_versions=2)), source))
+    began = read_state(run_of(config))
+    assert (began.step, began.version, began.samples, began.recent) == (2, 2, 4, ids(2))
+    with Rollouts(config) as rollouts:
+        assert (rollouts.version, rollouts.model_path.name) == (2, "v000002")
+        assert next(rollouts.batches())["seq_ids"] == ids(3)[4:]
+        rollouts.done()
+    refuse(config, source)
+    with Rollouts(config) as rollouts:
+        assert [batch["seq_ids"] for batch in rollouts.batches()] == [ids(4)[6:]]
+        rollouts.publish(rollouts.model_path)
+    (run_of(config) / "handoff.json").unlink()
+    refuse(config, source)
+    assert [line["step"] for line in read_steps(run_of(config) / "trained.jsonl")] == [1, 2, 3, 4]
+    assert trained(config) == ids(4)
+
+
+def refuse(config: Config, source: Path) -> None:
+    before = trained(config)
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(train(config, source))
+    assert caught.group_contains(ConfigError, match=r"handoff.json: a training loop of your own has trained this")
+    assert trained(config) == before

@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from sluice.pipeline.errors import ConfigError, SluiceError
-from sluice.pipeline.http.server import _bind, serve
+from sluice.pipeline.http.server import bind, serve
 from tests.roles import eventually
 from tests.served import served
 
@@ -30,7 +30,7 @@ def test_uvicorn_still_has_what_is_replaced() -> None:
 
 def test_an_answer_waits_for_no_acknowledgement() -> None:
     """asyncio would set it, but not on the connections of a socket that was made like ours."""
-    with _bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+    with bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

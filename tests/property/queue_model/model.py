@@ -44,7 +44,7 @@ class QueueModel(Endings):
         used = count["enqueued"] - lost
         flying = used - count["trained"]
         ahead = (credit.max_staleness + 1) * credit.samples_per_version
-        ahead += max(self.latest * credit.samples_per_version, count["trained"])
+        ahead += count["trained"]
         too_big = held_bytes + len(job.payload) > credit.max_bytes and flying > 0
         return flying + job.n > credit.max_in_flight or used + job.n > ahead or too_big
 

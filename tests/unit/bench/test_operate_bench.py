@@ -27,6 +27,9 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> No
     pages = found["dashboard_p95_ms"]
     assert {"overview", "jobs", "job", "sequences", "sequence", "workers", "weights", "dead letters"} <= pages.keys()
     assert found["dashboard_p95_ms_max"] == max(pages.values())
+    assert all(found[name] == pages[name] for name in ("curves", "search", "group", "compare"))
+    assert found["indexed_s"] >= 0
+    assert found["index_bytes_per_sequence"] > 0
     assert all(0 < found["dashboard_p50_ms"][name] <= pages[name] for name in pages)
     assert (found["finished"], found["help_s"] > 0) == (found["sizes"]["finished"], True)
     assert found["metrics_overhead"] == pytest.approx(

@@ -198,14 +198,15 @@ def test_junk_in_the_step_log_is_no_step(tmp_path: Path) -> None:
     assert read_steps(path) == [{"step": 1}]
 
 
-def test_a_save_over_the_same_step_replaces_it(tmp_path: Path, source: Path) -> None:
+def test_a_save_replaces_no_checkpoint_of_the_same_step(tmp_path: Path, source: Path) -> None:
+    """It is another trainer's, which has taken over."""
     step = train_step(source)
     first = save(tmp_path, step, source)
-    (first / "stray").write_text("")
-    again = save(tmp_path, step, source)
-    assert not (again / "stray").exists()
-    shutil.rmtree(again)
-    assert checkpoint.newest(tmp_path) is None
+    with pytest.raises(OSError, match="not empty"):
+        save(tmp_path, step, source)
+    assert checkpoint.newest(tmp_path) == first
+    checkpoint.prune(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == [first]
 
 
 def test_the_runs_totals_are_summed_over_steps_and_go_on_after_a_restart(tmp_path: Path, source: Path) -> None:

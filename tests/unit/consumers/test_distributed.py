@@ -38,7 +38,14 @@ def test_only_a_launch_with_fsdp_shards() -> None:
     assert started_sharded({**FSDP2, "ACCELERATE_MIXED_PRECISION": "bf16"})
     assert not started_sharded({})
     assert not started_sharded({"ACCELERATE_MIXED_PRECISION": "bf16"})  # set by hand, for another program
-    assert not started_sharded({"LOCAL_RANK": "0", "WORLD_SIZE": "4", "FSDP_VERSION": "2"})  # torchrun, a scheduler
+    assert not started_sharded({"LOCAL_RANK": "0", "WORLD_SIZE": "4", "FSDP_VERSION": "2"})  # a scheduler
+    assert not started_sharded({"LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"})
+
+
+def test_several_trainers_of_torchrun_are_refused() -> None:
+    """Without this, the others would wait for the first one's role and then give up."""
+    with pytest.raises(ConfigError, match="torchrun started 2 trainers, but a run has one; start `sluice train` alone"):
+        started_sharded({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"})
 
 
 @pytest.mark.parametrize(

@@ -6,22 +6,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, Qwen2_5_VLForConditionalGeneration
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sluice.bench.truth.architectures import ARCHITECTURES, WINDOW, save
 from sluice.bench.truth.check import TOLERANCE, table
 from sluice.consumers.training.forward import Layout, TrainerForward
-from sluice.consumers.training.images import joined_tensors
 from sluice.consumers.training.model import load_policy, random_rates
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import ModelConfig, TrainerConfig
 from sluice.pipeline.errors import ModelError
+from sluice.pipeline.images.processor import joined_tensors
 from sluice.pipeline.wire.messages import TrainingSample
 from tests.faulty_models import save_faulty
 from tests.seen_samples import image_files, processor_of, seeing_config, seen_sample, taken
@@ -199,9 +199,41 @@ def test_positions_are_found_without_the_pixels(tmp_path: Path) -> None:
     trained = TrainerForward(policy(source), pad_id=256, row_tokens=1024, micro_batch_tokens=2048, images=images)
     assert trained.prove().layout is Layout.packed
     [packed] = trained.micro_batches(shown)
-    noting = {at: Noting(inputs.tensors) for at, inputs in packed.vision.items()}
-    seen = {at: replace(inputs, tensors=noting[at]) for at, inputs in packed.vision.items()}
+    seen = {
+        at: replace(inputs, images=tuple(replace(one, tensors=Noting(one.tensors)) for one in inputs.images))
+        for at, inputs in packed.vision.items()
+    }
+    noting = [cast(Noting, one.tensors) for inputs in seen.values() for one in inputs.images]
     joined_tensors(list(seen.values()))
-    once = [tensors.read.count("pixel_values") for tensors in noting.values()]
+    once = [tensors.read.count("pixel_values") for tensors in noting]
     trained.logits(replace(packed, vision=seen))
-    assert [tensors.read.count("pixel_values") for tensors in noting.values()] == [2 * count for count in once]
+    assert [tensors.read.count("pixel_values") for tensors in noting] == [2 * count for count in once]
+
+
+class Doubling(Qwen2_5_VLForConditionalGeneration):
+    """Gives other logits with features than with pixels."""
+
+    def forward(self, mm_token_type_ids: Any = None, mm_encoder_outputs: Any = None, **given: Any) -> Any:
+        if mm_encoder_outputs is not None:
+            mm_encoder_outputs["image"].pooler_output = [2 * one for one in mm_encoder_outputs["image"].pooler_output]
+        given |= {"mm_token_type_ids": mm_token_type_ids, "mm_encoder_outputs": mm_encoder_outputs}
+        return super().forward(**given)
+
+
+@pytest.mark.parametrize(("kind", "passes"), [(Qwen2_5_VLForConditionalGeneration, 2), (Doubling, 6)])
+def test_features_are_reused_if_the_proof_holds_with_them(tmp_path: Path, kind: Any, passes: int) -> None:
+    source = save_tiny_qwen_vl(tmp_path / "qwen")
+    config = seeing_config(source, tmp_path / "scans")
+    refs, processor = image_files(tmp_path / "scans", 2), processor_of(config)
+    shown = [seen_sample(f"s{at}", config, processor, refs[: 1 + at % 2]) for at in range(4)]
+    images = taken(config, tmp_path / "pixels", shown)
+    loaded = policy(source)
+    model = kind(loaded.config)
+    model.load_state_dict(loaded.state_dict())
+    step = TrainStep(model, TrainerConfig(micro_batch_tokens=256), pad_id=256, row_tokens=64, images=images)
+    assert step.prove().layout is Layout.packed
+    assert step.features is not None
+    assert step.features.reuses is (kind is not Doubling)
+    before = step.features.computed
+    step.run(shown, 1)
+    assert step.features.computed - before == passes

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from sluice.consumers.training.images import SampleImages, joined_tensors
+from sluice.consumers.training.images import SampleImages
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DataError, DeadlineExceeded, TaskError
-from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
+from sluice.pipeline.images.processor import ProcessedImage, VisionInputs, VisionProcessor, joined_tensors
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.roles import eventually
 from tests.seen_samples import image_files, processor_of, seeing_config, seen_sample
@@ -57,9 +57,9 @@ async def test_a_group_shares_one_copy_which_goes_with_its_last_member(
         assert (images.inputs(random_sample("text", 9)), images.cost(random_sample("text", 9))) == (None, 0)
         images.forget([one.seq_id for one in group[:3]])
         assert images.inputs(group[3]) is not None
-        assert len(list(directory.glob("*/*"))) == 1
+        assert len(list(directory.glob("*/*"))) == 2, "a directory for each picture"
         images.forget([group[3].seq_id])
-        assert len(list(directory.glob("*/*"))) == 1, "not deleted by the event loop itself"
+        assert len(list(directory.glob("*/*"))) == 2, "not deleted by the event loop itself"
         await eventually(lambda: asyncio.to_thread(lambda: not list(directory.glob("*/*"))), "the files are deleted")
         with pytest.raises(TaskError, match="was not taken, or is finished"):
             images.inputs(group[3])
@@ -135,7 +135,7 @@ async def test_images_of_several_turns_are_found_between_what_the_policy_wrote(
         assert await images.take([one], 30) == {}
         inputs = images.inputs(one)
         assert inputs is not None
-        assert (inputs.num_images, images.written(one)) == (2, 2)
+        assert (len(inputs.images), images.written(one)) == (2, 2)
         assert inputs.token_types[0].tolist() == [
             int(i == token and by < 0) for i, by in zip(ids, versions, strict=True)
         ]
@@ -146,7 +146,7 @@ async def test_what_takes_too_long_is_no_fault_of_the_image(
 ) -> None:
     good = seen_sample("good", config, processor, image_files(tmp_path / "scans", 1))
     async with SampleImages(config, processor, tmp_path / "pixels") as images:
-        with pytest.raises(DeadlineExceeded, match=r"of 1 of 1 sequences were not here after 0 s.*good"):
+        with pytest.raises(DeadlineExceeded, match=r"of 1 of 1 sequences were not ready after 0 s.*good"):
             await images.take([good], 0.0)
         assert await images.take([good], 30) == {}, "a later try may succeed"
 
@@ -161,7 +161,7 @@ async def test_images_on_a_mount_that_is_away_are_tried_again(
     async with SampleImages(config, processor, tmp_path / "pixels") as images:
         taking = asyncio.create_task(images.take([good, spoiled], 60))
         await eventually(lambda: asyncio.sleep(0, bool(images.trouble)), "the first try failed")
-        assert "scans is no directory" in images.trouble
+        assert "scans is not a directory" in images.trouble
         away.rename(tmp_path / "scans")
         failed = await taking
         assert list(failed) == ["spoiled:0"]
@@ -176,13 +176,13 @@ async def test_whoever_has_no_patience_is_told_at_once(
     (tmp_path / "scans").rename(tmp_path / "away")
     async with SampleImages(config, processor, tmp_path / "pixels") as images:
         failed = await images.take([good], 60, patient=False)
-        assert "scans is no directory" in failed[good.seq_id]
+        assert "scans is not a directory" in failed[good.seq_id]
 
 
 def test_images_of_several_samples_are_joined_in_order() -> None:
     def inputs(*shape: int, value: float) -> VisionInputs:
         tensors = {"pixel_values": np.full(shape, value), "pixel_attention_mask": np.ones((*shape[:2], *shape[3:]))}
-        return VisionInputs((), np.zeros((1, 0), dtype=np.int64), tensors, shape[1], ())
+        return VisionInputs((), np.zeros((1, 0), dtype=np.int64), (ProcessedImage((), (), (0, 0), tensors),), ())
 
     joined = joined_tensors([inputs(1, 2, 3, 4, 4, value=1.0), inputs(1, 1, 3, 2, 6, value=2.0)])
     assert joined["pixel_values"].shape == (1, 3, 3, 4, 6)

@@ -62,8 +62,17 @@ def test_flags_that_a_task_records_are_numbers_for_the_trainer() -> None:
 
 
 def test_a_metric_that_is_no_number_is_a_drop() -> None:
-    samples, [letter] = recording({"custom/word": "right"}).samples_of(group(result()))
+    for word in ("right", nan, inf):
+        samples, [letter] = recording({"custom/word": word}).samples_of(group(result()))
+        assert (samples, letter.reason) == ([], "task_failed")
+
+
+def test_a_metric_under_an_unknown_name_is_a_drop_that_names_it_and_what_to_write() -> None:
+    """Batches reduce the metrics of all their samples: one wrong name would stop the consumer."""
+    samples, [letter] = recording({"rightness": 1.0}).samples_of(group(result()))
     assert (samples, letter.reason) == ([], "task_failed")
+    assert "'rightness'" in letter.detail
+    assert "Own keys start with custom/" in letter.detail
 
 
 def test_a_sample_that_is_too_long_is_a_drop_that_names_the_limit() -> None:

@@ -17,6 +17,7 @@ from sluice.consumers.training.step_log import StepLog
 from sluice.demo import report
 from sluice.demo.audit import audit
 from sluice.demo.charts import Line, bar_chart, line_chart
+from sluice.demo.cli import demo
 from sluice.demo.digits.model import ModelSettings
 from sluice.demo.digits.warm_start import WarmStartSettings, ensure_warm_start
 from sluice.demo.drill import Drill, Moment
@@ -27,6 +28,7 @@ from sluice.demo.tools.demonstrations import worked
 from sluice.demo.tools.evaluate import Conversation
 from sluice.demo.tools.problems import Problem
 from sluice.pipeline.config.types import Config, DataConfig
+from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.queue import job_id_for
 from sluice.pipeline.status.snapshot import Snapshot
 
@@ -113,6 +115,8 @@ def write_page(
     text = page.read_text()
     assert "0.90" in text
     assert "SIGKILL" in text
+    assert task.metric_meaning in text
+    assert task.rollouts.meaning in text
     assert "ended as loops" not in text  # the guard was off
     assert not re.search(r"(src|href|@import|url\()\s*=?\s*[\"']?(https?:)?//", text)
     assert "<script" not in text
@@ -167,3 +171,9 @@ def test_what_the_guard_did_is_shown_where_it_was_on() -> None:
     ]
     assert report.guard_cards(steps) == [("ended as loops", 3), ("tokens saved", 90)]
     assert report.guard_cards([{f"{prefix}active": 0.0}]) == []
+
+
+def test_fewer_prompts_than_one_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--prompts: must be at least 1, got 0"):
+        demo(prompts=0, dir=tmp_path)
+    assert not list(tmp_path.iterdir())

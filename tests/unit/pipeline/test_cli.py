@@ -15,6 +15,7 @@ from sluice.pipeline.cli import main as cli
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.run.preflight import diagnose
+from tests.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.pipeline.test_weights import model_dir
 
 
@@ -136,9 +137,9 @@ def test_the_doctor_finds_a_good_set_up_good(
     tmp_path: Path, broker_config: BrokerConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = model_dir(tmp_path / "model")
-    (model / "tokenizer.json").write_text("{}")
+    save_tiny_tokenizer(model)
     data = tmp_path / "rows.jsonl"
-    data.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    data.write_text('{"messages": [{"role": "user", "content": "hi"}], "truth": []}\n')
     settings = (f"broker.url={broker_config.url}", f"model.path={model}", f"data.path={data}")
     assert diagnose(None, settings) == 0
     said = capsys.readouterr().out

@@ -19,11 +19,12 @@ from sluice.pipeline.terminal import json_line
 from sluice.pipeline.wire.keys import Keys
 from tests.command import call, options, walk
 from tests.factories import decode_job
+from tests.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.pipeline.test_weights import model_dir
 
 ELSEWHERE = {  # decode, train or measure; tested where that is
     "audit", "demo", "generate", "bench engine", "bench guard", "bench images", "bench operate", "bench pipeline",
-    "bench proximal", "bench queue", "bench rollout", "bench scale", "export",
+    "bench proximal", "bench queue", "bench rollout", "bench scale", "export", "task try",
 }  # fmt: skip
 PLENTY = Credit(max_in_flight=100, samples_per_version=100, max_staleness=1)
 
@@ -33,8 +34,9 @@ def calls(tmp_path_factory: pytest.TempPathFactory, broker_config: BrokerConfig)
     """Command → arguments, exit code."""
     home, run = tmp_path_factory.mktemp("json"), f"json-{uuid.uuid4().hex[:8]}"
     model, rows, bad = model_dir(home / "model"), home / "rows.jsonl", home / "bad.yaml"
-    (model / "tokenizer.json").write_text("{}")
-    rows.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    save_tiny_tokenizer(model)
+    truth = [{"desc": "six", "bbox_2d": [0, 0, 500, 500]}]
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}], "truth": truth}) + "\n")
     bad.write_text("runn: x\n")
     where = ["--set", f"broker.url={broker_config.url}", "--set", f"run_dir={home}", "--set", f"run={run}"]
     dead = asyncio.run(bury_three(broker_config, Keys(run)))

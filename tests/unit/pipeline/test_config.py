@@ -79,6 +79,47 @@ def test_a_bad_file_is_refused_with_place_and_remedy(tmp_path: Path, text: str, 
         assert word in str(caught.value)
 
 
+def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
+    text = """\
+wroker: {}
+trainer: {learning_rat: 1, warmup_steps: many}
+images: {roots: [a, 1]}
+rollout_matching: {repeat_terminate: {min_tokens: 3}, fp_cost: cheap}
+shared: &x {leese_s: 3}
+worker: *x
+"""
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text), ["worker.cuont=3", "nonsense"], {"SLUICE_METRICS_PORT": "x"})
+    head, *lines = str(caught.value).splitlines()
+    assert (head, len(lines)) == ("11 problems", 11)
+    for word in ("METRICS_PORT", "--set worker.cuont=3", "--set 'nonsense'", "'worker'", "'learning_rate'",
+                 "trainer.warmup_steps: Expected `int`", "images.roots[1]", "repeat_terminate.min_tokens",
+                 "rollout_matching.fp_cost", "unknown key shared", "unknown key worker.leese_s"):  # fmt: skip
+        assert any(word in line for line in lines), word
+
+
+def test_every_broken_rule_and_every_duplicate_is_said_at_once(tmp_path: Path) -> None:
+    text = "data: {epochs: 0}\nhistory: {max_mb: 0}\nrollout_matching: {repeat_terminate: {min_new_tokens: -1}}"
+    with pytest.raises(ConfigError, match="3 problems") as caught:
+        load_config(write(tmp_path, text), environ={})
+    for key in ("data.epochs", "history.max_mb", "repeat_terminate.min_new_tokens"):
+        assert key in str(caught.value)
+    with pytest.raises(ConfigError, match="2 problems") as caught:
+        load_config(write(tmp_path, "run: a\nrun: b\nworker: {count: 1, count: 2}"), environ={})
+    assert "'run' is given twice (line 2)" in str(caught.value)
+    assert "'count' is given twice (line 3)" in str(caught.value)
+
+
+def test_sections_may_share_keys_by_a_merge(tmp_path: Path) -> None:
+    """The shared mapping merges another one, and is merged before it is read itself."""
+    text = "producer: &p {<<: &q {poll_s: 0.3}, group_size: 2}\nconsumer: {<<: *q, poll_s: 0.4}\nworker: {<<: *q}\n"
+    config = load_config(write(tmp_path, text), environ={})
+    assert (config.producer.poll_s, config.producer.group_size) == (0.3, 2)
+    assert (config.consumer.poll_s, config.worker.poll_s) == (0.4, 0.3)
+    with pytest.raises(ConfigError, match="'count' is given twice"):
+        load_config(write(tmp_path, "worker: {<<: {poll_s: 1}, count: 1, count: 2}"), environ={})
+
+
 def test_numbers_without_a_dot_in_scientific_notation_are_numbers(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, "trainer: {learning_rate: 1e-3}"), ["trainer.weight_decay=5e-2"], {})
     assert (config.trainer.learning_rate, config.trainer.weight_decay) == (1e-3, 5e-2)
@@ -95,6 +136,21 @@ def test_custom_extra_is_an_accepted_place_but_not_both(tmp_path: Path) -> None:
 def test_a_bad_override_is_refused(item: str) -> None:
     with pytest.raises(ConfigError, match="--set"):
         load_config(None, [item], {})
+
+
+@pytest.mark.parametrize("given", ["text", "text.yaml", "configs/text.yaml", "configs/text"])
+def test_installed_configurations_are_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    assert load_config(given, environ={}).run == "text"
+    write(tmp_path, "run: mine").rename(tmp_path / "detection.yaml")
+    assert load_config("detection.yaml", environ={}).run == "mine", "one's own file comes first"
+    with pytest.raises(ConfigError, match="did you mean 'detection'"):
+        load_config("detecton", environ={})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(f"elsewhere/{given}", environ={})
 
 
 def test_a_missing_file_and_bytes_that_are_no_text(tmp_path: Path) -> None:

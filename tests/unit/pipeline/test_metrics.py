@@ -63,7 +63,7 @@ FROZEN = {f"rollout/{name}" for name in PLAIN} | {f"strict_drop/reason/{name}" f
 
 
 def test_the_frozen_names_are_there() -> None:
-    assert set(METRICS) == FROZEN | {"stage2/invalid_rollout", "rollout/reward_mean"}
+    assert set(METRICS) == FROZEN | {"stage2/invalid_rollout", "rollout/reward_mean", "rollout/reward_s_mean"}
     assert all(metric.name == name and metric.doc and metric.unit for name, metric in METRICS.items())
 
 

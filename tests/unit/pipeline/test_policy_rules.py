@@ -74,3 +74,41 @@ def test_what_should_be_known_is_told(changes: list[str], words: list[str]) -> N
     assert len(told) == len(words)
     for line, beginning in zip(told, words, strict=True):
         assert line.startswith(beginning)
+
+
+REWARD = ["rollout_matching.reward=my_rewards.py:score", "producer.group_size=4", "producer.samples_per_version=8"]
+
+
+def test_a_reward_turns_the_policy_loss_on_and_is_a_task() -> None:
+    config = load_config(None, REWARD, {})
+    assert (config.policy.enabled, config.rollout_matching.task) == (True, "reward")
+    config = load_config(None, [*REWARD, "rollout_matching.task=detection", "policy.clip_eps=0.1"], {})
+    assert (config.policy.enabled, config.rollout_matching.task) == (True, "detection")
+
+
+def test_several_rewards_have_names_and_weights() -> None:
+    terms = "[{name: right, fn: a.py:b}, {name: short, fn: c:d, weight: 0.1}]"
+    found = load_config(None, [*REWARD, f"rollout_matching.reward={terms}"], {}).rollout_matching.reward
+    assert isinstance(found, tuple)
+    assert [(term.name, term.fn, term.weight) for term in found] == [("right", "a.py:b", 1.0), ("short", "c:d", 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("policy.enabled=false", "policy.enabled is false, and rollout_matching.reward needs it"),
+        ("rollout_matching.reward=''", "rollout_matching.reward names no function"),
+        ("rollout_matching.reward=[]", "rollout_matching.reward names no function"),
+        ("rollout_matching.reward=[{name: a b, fn: c:d}]", "reward[0].name 'a b': use 1-48 letters"),
+        ("rollout_matching.reward=[{name: a, fn: c:d}, {name: a, fn: c:d}]", "reward[1].name 'a' is used twice"),
+        ("rollout_matching.reward=[{name: a, fn: c:d, weight: .nan}]", "reward[0].weight must be a finite number"),
+        ("rollout_matching.reward=[{name: a}]", "rollout_matching.reward[0]"),
+        ("rollout_matching.reward=[{name: a, fn: b, wieght: 2}]", "reward[0].wieght; did you mean 'weight'?"),
+        ("rollout_matching.reward_timeout_s=0", "rollout_matching.reward_timeout_s must be a finite number > 0"),
+        ("rollout_matching.reward_concurrency=0", "rollout_matching.reward_concurrency must be >= 1"),
+    ],
+)
+def test_a_reward_that_cannot_work_is_refused_by_name(change: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*REWARD, change], {})
+    assert words in str(caught.value)

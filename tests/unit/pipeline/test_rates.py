@@ -151,3 +151,18 @@ def test_what_is_stored_is_counted() -> None:
     assert found["queue"].says == "3 running, 2 ready; the next one was enqueued 7.0 s ago"
     assert found["results"].says == "2 unread, 1 taken by the consumers; the oldest arrived 4.0 s ago"
     assert found["weights"].says.startswith("v2, published 9.0 s ago; ")
+
+
+def test_the_bottleneck_is_who_works_while_the_others_wait() -> None:
+    rates = Rates()
+    waiting = {role: process(role, cause="something") for role in ("producer", "worker", "consumer", "trainer")}
+    assert rates.bottleneck == []
+    for at_s in range(6):
+        rates.add(look(at_s, processes=[*waiting.values(), process("worker", "worker-1")]))
+    assert rates.bottleneck == ["worker"], "half of them work"
+    for at_s in range(6, 200):
+        rates.add(look(at_s, processes=[*others("trainer"), waiting["trainer"]]))
+    assert rates.bottleneck == ["producer", "worker", "consumer"]
+    for at_s in range(200, 300):
+        rates.add(look(at_s, processes=list(waiting.values())))
+    assert rates.bottleneck == []

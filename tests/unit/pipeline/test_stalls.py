@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sluice.pipeline.errors import MessageError
-from sluice.pipeline.status.descriptions import StallText, stall_text, verdict_text
+from sluice.pipeline.status.descriptions import StallText, headline, stall_text, verdict_text
 from sluice.pipeline.status.diagnosis import Why, verdict
 from sluice.pipeline.status.heartbeat import Heartbeat, read_row
 from sluice.pipeline.status.rates import Rates
@@ -313,3 +313,20 @@ def test_a_wait_of_another_release_is_shown_in_its_own_words() -> None:
     assert read_row(msgspec.json.encode(row), Heartbeat).wait is None
     with pytest.raises(MessageError):
         read_row(msgspec.json.encode({**row, "wait": {"kind": "jobs", "since": -1e30}}), Heartbeat)
+
+
+def test_a_page_begins_with_the_verdict_in_one_line() -> None:
+    def line(now: Snapshot, learned: str = "", *busy: Any) -> str:
+        now.stalls = stalls(now)
+        return headline(now, verdict(state(tokens=100), now), busy, learned)
+
+    going = state(tokens=300)
+    assert line(going, "reward 0.1 → 0.7", "worker") == "Healthy: reward 0.1 → 0.7; the workers are the bottleneck"
+    assert line(going, "", "worker", "trainer") == "Healthy: training; workers and trainer are equally busy"
+    assert line(state(tokens=300, trained=0)) == "Healthy: starting: no step has been trained yet"
+    assert line(state(exhausted=True, enqueued=8, trained=8), "f1 0.4 → 0.7") == "Complete: f1 0.4 → 0.7"
+    assert line(Snapshot(run="r", state="new")) == "Nothing has started yet"
+    stuck = state(*others("worker"), queued_jobs=5)
+    assert line(stuck) == "Stalled: no worker is alive, and 5 jobs wait"
+    broken = state(*others("consumer", failed("consumer", "DataError", "no such file")))
+    assert line(broken).startswith("consumer-0 failed: no such file")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 from functools import partial
@@ -11,7 +12,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
-from sluice.pipeline.thread_pool import ThreadPool, lost_threads
+from sluice.pipeline.thread_pool import CoroutineThread, ThreadPool, lost_threads
+from tests.roles import eventually
 
 
 def panic() -> None:
@@ -156,3 +158,99 @@ async def test_a_pool_that_was_closed_finishes_what_waits() -> None:
     pool.close()
     gate.set()
     assert await asyncio.gather(*calls) == [True, True, True]
+
+
+async def test_coroutines_share_one_loop_that_is_not_the_asking_one() -> None:
+    home = CoroutineThread("judge")
+
+    async def where() -> int:
+        return id(asyncio.get_running_loop())
+
+    places = {await home.run(where, timeout_s=5, what="it") for _ in range(3)}
+    assert len(places) == 1
+    assert places != {id(asyncio.get_running_loop())}
+    home.close()
+
+
+async def test_a_coroutine_is_cancelled_at_its_deadline_and_its_neighbour_ends() -> None:
+    home, told = CoroutineThread("judge"), threading.Event()
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            told.set()
+
+    async def short() -> int:
+        return 7
+
+    with pytest.raises(DeadlineExceeded, match=r"the first did not end within 0\.02 s"):
+        await home.run(waits, timeout_s=0.02, what="the first")
+    assert told.is_set()
+    assert await home.run(short, timeout_s=5, what="the second") == 7
+    home.close()
+
+
+async def test_a_coroutine_that_blocks_its_loop_is_alone_to_blame() -> None:
+    home, gate, begun = CoroutineThread("judge", grace_s=0.05), threading.Event(), 0
+    has_begun, here = asyncio.Event(), asyncio.get_running_loop()
+
+    async def neighbour() -> str:
+        nonlocal begun
+        begun += 1
+        here.call_soon_threadsafe(has_begun.set)
+        await asyncio.sleep(0.01 if begun > 1 else 60)  # the first time it is still there when the loop is blocked
+        return "done"
+
+    async def blocks() -> None:
+        gate.wait()
+
+    before = lost_threads()
+    first = asyncio.create_task(home.run(neighbour, timeout_s=30, what="the neighbour"))
+    await has_begun.wait()
+    with pytest.raises(DeadlineExceeded, match=r"it blocked its event loop for more than 0\.05 s"):
+        await home.run(blocks, timeout_s=0.05, what="it")
+    assert await asyncio.wait_for(first, 10) == "done"
+    assert (begun, home.lost, lost_threads() - before) == (2, 1, 1)
+    gate.set()
+
+    async def is_free() -> bool:
+        return home.lost == 0
+
+    await eventually(is_free, "the loop to end")
+    home.close()
+
+
+async def test_a_coroutine_that_ignores_its_end_costs_no_other_anything() -> None:
+    home, gate = CoroutineThread("judge", grace_s=0.05), threading.Event()
+
+    async def stays() -> None:
+        while not gate.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    async def short() -> int:
+        return 7
+
+    with pytest.raises(DeadlineExceeded):
+        await home.run(stays, timeout_s=0.02, what="it")
+    assert await home.run(short, timeout_s=5, what="the second") == 7
+    assert home.lost == 0
+    gate.set()
+    home.close()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
+async def test_an_exit_of_a_coroutine_is_its_callers_failure(error: BaseException) -> None:
+    home = CoroutineThread("judge")
+
+    async def leaves() -> None:
+        raise error
+
+    async def short() -> int:
+        return 7
+
+    with pytest.raises(RequestError, match=type(error).__name__):
+        await home.run(leaves, timeout_s=5, what="it")
+    assert await home.run(short, timeout_s=5, what="the second") == 7
+    home.close()

@@ -47,3 +47,43 @@ def test_what_the_users_code_raises_is_the_users_error(here: Path) -> None:
     (here / "breaks_in_this_test.py").write_text("raise ValueError('my own')\n")
     with pytest.raises(ConfigError, match=r"cannot import 'breaks_in_this_test' \(ValueError: my own\)"):
         load_object("breaks_in_this_test:x", "key")
+
+
+def test_a_script_that_exits_when_it_is_imported_is_named(here: Path) -> None:
+    (here / "exits_in_this_test.py").write_text("import sys\nsys.exit(2)\n")
+    for path in ("exits_in_this_test.py:x", "exits_in_this_test:x"):
+        with pytest.raises(ConfigError, match=r"cannot import .*exits_in_this_test.*SystemExit: 2"):
+            load_object(path, "key")
+
+
+def test_a_file_is_found_from_the_working_directory_and_imported_once(here: Path) -> None:
+    (here / "own").mkdir()
+    (here / "own" / "beside_in_this_test.py").write_text("LIMIT = 3\n")
+    text = "from beside_in_this_test import LIMIT\ncalls = []\ndef score(text, truth, row): return LIMIT\n"
+    (here / "own" / "my_rewards.py").write_text(text)
+    score = load_object("own/my_rewards.py:score", "key")
+    assert score("", None, {}) == 3
+    assert load_object(f"{here}/own/my_rewards.py:score", "key") is score
+
+
+def test_two_files_of_one_name_are_two_modules(here: Path) -> None:
+    for name in ("one", "two"):
+        (here / name).mkdir()
+        (here / name / "rewards.py").write_text(f"NAME = {name!r}\n")
+    assert [load_object(f"{name}/rewards.py:NAME", "key") for name in ("one", "two")] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "says"),
+    [
+        (None, "mine.py:score", r"key: .*mine\.py: no such file; give a path from the working directory"),
+        ("def scor(): ...\n", "mine.py:score", r"'mine\.py' has no 'score'; did you mean 'scor'"),
+        ("x = 1\nx.no\n", "mine.py:score", r"cannot import .*mine\.py, line 2 \(AttributeError"),
+        ("def f(:\n", "mine.py:score", r"cannot import .*mine\.py.*SyntaxError"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(here: Path, text: str | None, path: str, says: str) -> None:
+    if text is not None:
+        (here / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load_object(path, "key")

@@ -55,6 +55,7 @@ async def test_a_url_with_a_digest_is_fetched_once_and_checked(tmp_path: Path, s
 async def test_an_image_that_is_nowhere_is_an_error_that_says_where_it_was_looked_for(
     tmp_path: Path, site: Site
 ) -> None:
+    (tmp_path / "another.png").write_bytes(OTHER)  # an empty root may be a mount that is away
     with pytest.raises(RequestError, match=r"image 'gone\.png': no such file"):
         await named(tmp_path, path="gone.png")
     with pytest.raises(RequestError, match="no such file"):

@@ -14,10 +14,20 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from sluice.pipeline.config.types import Config, DataConfig, ImagesConfig
+from sluice.pipeline.config.types import Config, DataConfig, ImagesConfig, WorkerConfig
+from sluice.pipeline.errors import DataError
 from sluice.pipeline.images.writer import ImageWriter
 from sluice.pipeline.wire.messages import ImageRef
-from sluice.producers.source import Malformed, Row, fingerprint, identity, read_prompts, read_rows, stored
+from sluice.producers.source import (
+    Malformed,
+    Row,
+    fingerprint,
+    identity,
+    look_at_rows,
+    read_prompts,
+    read_rows,
+    stored,
+)
 from tests.pictures import huge_png, png
 
 PART: dict[str, Any] = {"type": "image"}
@@ -203,3 +213,22 @@ def test_of_a_parquet_file_with_pictures_a_few_rows_are_in_memory(tmp_path: Path
         assert isinstance(row, Row)
         most = max(most, pa.total_allocated_bytes() - before)
     assert most < 40 << 20
+
+
+def test_a_start_whose_first_images_are_all_missing_is_refused(tmp_path: Path) -> None:
+    """One that is missing costs its own row; all of them mean that images.roots is another directory."""
+    named = [*(f"{at}.png" for at in range(20)), "sha256:" + "0" * 64]
+    data = as_jsonl(tmp_path, [{"messages": asked(), "images": [image]} for image in named])
+    (tmp_path / "scans").mkdir()
+    (tmp_path / "scans/other.png").write_bytes(FIRST)
+
+    def config(root: str, workers: int = 1) -> Config:
+        images = ImagesConfig(roots=(str(tmp_path / root),))
+        return Config(data=data, images=images, run_dir=str(tmp_path), worker=WorkerConfig(count=workers))
+
+    for root, why in (("nowhere", "nowhere is not a directory"), ("scans", "no such file below images.roots")):
+        with pytest.raises(DataError, match=rf"row 1: image '0\.png': .*{why}.* Set images\.roots \(.*{root}\)"):
+            look_at_rows(config(root), 30)
+    assert look_at_rows(config("nowhere", workers=0), 30).read == 21, "workers of other hosts"
+    (tmp_path / "scans/3.png").write_bytes(FIRST)
+    assert look_at_rows(config("scans"), 30).read == 21

@@ -31,10 +31,10 @@ import torch
 
 from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from sluice.pipeline.errors import EngineError, RequestError, SluiceError, TornWeights, WeightsError
+from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
 from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from sluice.workers.engine.hf.decoder import Decoder, Ended
-from sluice.workers.engine.hf.image_features import ImageFeatures
 from sluice.workers.engine.hf.model import LoadedModel, load_model
 from sluice.workers.engine.hf.proof import prove
 from sluice.workers.engine.hf.rows import Row

@@ -23,10 +23,10 @@ from transformers.utils import logging as transformers_logging
 
 from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from sluice.pipeline.errors import ModelError
+from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.images.processor import VisionProcessor
 from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.engine.hf.cache import PrefillCache
-from sluice.workers.engine.hf.image_features import ImageFeatures
 from sluice.workers.guard.rules import GuardRules
 from sluice.workers.model_files import check_directory, end_token_ids, has_vision, load_tokenizer
 
@@ -50,9 +50,16 @@ class LoadedModel:
 
 
 def load_model(
-    config: ModelConfig, repeat_terminate: RepeatTerminateConfig = NO_GUARD, *, processed_logprobs: bool = False
+    config: ModelConfig,
+    repeat_terminate: RepeatTerminateConfig = NO_GUARD,
+    *,
+    processed_logprobs: bool = False,
+    feature_bytes: int = 0,
 ) -> LoadedModel:
-    """Load the model of `config.path`. Raises ModelError, or ConfigError for a guard it can't have."""
+    """Load the model of `config.path`. Raises ModelError, or ConfigError for a guard it can't have.
+
+    `feature_bytes`: how much of the images' features is kept longer than the prompts that show them.
+    """
     check_directory(config.path)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
@@ -77,7 +84,7 @@ def load_model(
         keeps_last_logits="logits_to_keep" in takes,
         rope_index=getattr(getattr(module, "model", None), "get_rope_index", None),
         vision=vision,
-        features=None if vision is None else ImageFeatures(module),
+        features=None if vision is None else ImageFeatures(module, torch, max_bytes=feature_bytes),
         guard=guard,
     )
 

@@ -24,6 +24,7 @@ import torch
 from transformers import Cache
 
 from sluice.pipeline.errors import EngineError, RequestError, SluiceError
+from sluice.pipeline.images.features import placed
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
 from sluice.workers.engine.contracts import SequenceRequest
 from sluice.workers.engine.hf.cache import PrefillCache
@@ -56,7 +57,7 @@ def prefill_image(
     types = torch.from_numpy(vision.token_types).to(device)
     try:
         positions, offset = _positions(model, inputs, types, vision)
-        images = {**model.features.arguments(vision), **of_tokens(module, types)}
+        images = {**model.features.arguments([vision]), **of_tokens(module, types)}
         logits = forward(
             model, inputs, torch.ones_like(inputs, dtype=torch.bool), positions, cache, keep=1 + scored, **images
         )
@@ -104,8 +105,7 @@ def _positions(
         return torch.arange(inputs.shape[1], device=inputs.device).unsqueeze(0), 0
     known = inspect.signature(model.rope_index).parameters
     given: dict[str, Any] = {"mm_token_type_ids": types} if "mm_token_type_ids" in known else {}
-    for name in known.keys() & vision.tensors.keys():
-        given[name] = torch.from_numpy(vision.tensors[name]).to(inputs.device)
+    given |= {name: placed(array, model.module, torch) for name, array in vision.named(known).items()}
     positions, delta = model.rope_index(inputs, **given)
     return positions, int(delta)
 

@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError
 
 from sluice.pipeline.errors import RequestError, TornWeights, WeightsError
+from sluice.pipeline.images.features import ImageFeatures
 from sluice.workers.engine.contracts import WeightsProbe
-from sluice.workers.engine.hf.image_features import ImageFeatures
 from sluice.workers.engine.weight_files import Layout, open_weights
 
 

@@ -6,6 +6,8 @@ Loading new weights into a running core, or the old ones back, with everything p
 
 score the probe (old weights) ─▶ load ─▶ reset caches ─▶ score the probe ─▶ new version
                                    └─ fails ─▶ the same with the old ones ─▶ old version, or torn
+
+vLLM's cache of encoded images is left as it is if the files of both versions have the same vision part.
 """
 
 from __future__ import annotations
@@ -85,6 +87,11 @@ class VllmBackend:
     def images_processed(self) -> int:
         """How many images went through the processor: once for every prompt, and not for every sequence of a group."""
         return self._engine.images_processed
+
+    @property
+    def images_kept(self) -> int:
+        """How many encoded images the latest load of weights kept, as its vision part was the same."""
+        return self._engine.images_kept
 
     def abort(self, seq_key: str) -> None:
         """End the sequences of this key; their `decode` returns what they have."""
@@ -184,6 +191,11 @@ class Engine:
         vision = None if self._engine is None else self._engine.vision
         return 0 if vision is None else vision.processed.processed
 
+    @property
+    def images_kept(self) -> int:
+        """See `VllmBackend`."""
+        return 0 if self._weights is None else self._weights.images_kept
+
     async def start(self) -> None:
         """Blocks this loop until the model is loaded. Raises ModelError, ConfigError or EngineError."""
         self._log = EngineLog()
@@ -191,15 +203,18 @@ class Engine:
         sequences = Sequences(self._engine, self._version, self._why_dead)
         # vLLM asks its core once; after that, requests are sent without waiting.
         await sequences.or_dead(self._engine.llm.get_supported_tasks())
-        self._weights = CoreWeights(self._engine, Path(self._settings[0].path), sequences)
+        directory = Path(self._settings[0].path)
+        vision = self._engine.vision  # its files may be replaced later, so their digest is taken now
+        digest = await asyncio.to_thread(self._engine.checkpoint.vision_digest, directory) if vision else ""
+        self._weights = CoreWeights(self._engine, directory, sequences, digest)
         self._sequences = sequences
 
     async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None) -> None:
         """See `contracts.Backend`."""
         assert self._weights is not None
-        names = await self._weights.checked(directory)
+        names, digest = await self._weights.checked(directory)
         async with self.sequences.paused():
-            await self._weights.load(directory, names, probe)
+            await self._weights.load(directory, names, digest, probe)
             self._version = self.sequences.version = version
 
     async def tracked(self, work: Callable[[Engine], Coroutine[Any, Any, _Result]]) -> _Result:
@@ -251,26 +266,36 @@ class Engine:
 class CoreWeights:
     """Tracks which directory the core's weights come from."""
 
-    def __init__(self, engine: StartedEngine, directory: Path, sequences: Sequences) -> None:
+    def __init__(self, engine: StartedEngine, directory: Path, sequences: Sequences, vision_digest: str) -> None:
+        """`vision_digest`: of the directory's vision part; "" if the engine takes no images."""
         self._engine, self._directory, self._sequences = engine, directory, sequences
+        self._vision_digest = vision_digest
+        self.images_kept = 0
 
-    async def checked(self, directory: Path) -> dict[str, str]:
-        """Name in the files -> name for vLLM. Raises WeightsError for files that don't fill the model exactly."""
-        return await asyncio.to_thread(self._engine.checkpoint.names_for, directory)
+    async def checked(self, directory: Path) -> tuple[dict[str, str], str]:
+        """(Name in the files -> name for vLLM, digest of the vision part).
 
-    async def load(self, directory: Path, names: dict[str, str], probe: WeightsProbe | None) -> None:
-        """Raises WeightsError if the old weights are in place, TornWeights if neither are."""
+        Raises WeightsError for files that don't fill the model exactly.
+        """
+        checkpoint = self._engine.checkpoint
+        names = await asyncio.to_thread(checkpoint.names_for, directory)
+        return names, await asyncio.to_thread(checkpoint.vision_digest, directory) if self._vision_digest else ""
+
+    async def load(self, directory: Path, names: dict[str, str], digest: str, probe: WeightsProbe | None) -> None:
+        """`names` and `digest` are from `checked`.
+
+        Raises WeightsError if the old weights are in place, TornWeights if neither are."""
         score, whole = self._sequences.score_in_pause, self._sequences.torn is None
         before = await self._before(probe) if whole else None
         self._sequences.torn = TornWeights(f"loading {directory} was interrupted; load a version again")
         try:
-            await self._copy(directory, names)
+            await self._copy(directory, names, keep_encoded=whole and digest != "" and digest == self._vision_digest)
             if probe and (refusal := probe.refusal(directory, before, await score(probe.token_ids))):
                 raise TornWeights(refusal)
         except TornWeights as error:
             await self._restore(error, probe, before, whole=whole)
             raise WeightsError(f"{error}; the weights of {self._directory} were restored") from error
-        self._directory, self._sequences.torn = directory, None
+        self._directory, self._vision_digest, self._sequences.torn = directory, digest, None
 
     async def _before(self, probe: WeightsProbe | None) -> float | None:
         try:
@@ -284,7 +309,8 @@ class CoreWeights:
         torn: TornWeights | None = None if whole else cause
         try:
             if whole:
-                await self._copy(self._directory, await self.checked(self._directory))
+                names, self._vision_digest = await self.checked(self._directory)
+                await self._copy(self._directory, names, keep_encoded=False)
         except WeightsError as error:
             torn = TornWeights(f"{cause}; the old weights cannot be restored either: {error}")
         if torn is None and probe is not None and before is not None:
@@ -295,13 +321,16 @@ class CoreWeights:
         if torn is not None:
             raise torn
 
-    async def _copy(self, directory: Path, names: dict[str, str]) -> None:
+    async def _copy(self, directory: Path, names: dict[str, str], *, keep_encoded: bool) -> None:
         llm, or_dead = self._engine.llm, self._sequences.or_dead
         try:
-            await or_dead(llm.collective_rpc("sluice_load_weights", args=(str(directory), names)))
+            args = (str(directory), names, keep_encoded)
+            counts: list[int] = await or_dead(llm.collective_rpc("sluice_load_weights", args=args))
+            self.images_kept = max(counts) if keep_encoded else 0
             # Anything computed with other weights must not be read.
             forgotten = await or_dead(llm.reset_prefix_cache(reset_connector=True))
-            await or_dead(llm.reset_encoder_cache())
+            if not keep_encoded:
+                await or_dead(llm.reset_encoder_cache())
         except Exception as error:  # vLLM passes a worker's error on as a bare Exception
             if isinstance(error, EngineError):
                 raise

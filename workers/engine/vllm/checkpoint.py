@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import ModelError, WeightsError
+from sluice.pipeline.images.features import vision_tensors
 from sluice.workers.engine.weight_files import Layout, Piece, open_weights, tied
 from sluice.workers.model_files import has_vision
 
@@ -21,7 +23,7 @@ class Checkpoint:
 
     def __init__(self, model: ModelConfig) -> None:
         """Raises ModelError for a directory whose safetensors don't fill the whole model."""
-        self._layout, self._unknown = _layout(model)
+        self._layout, self._vision, self._unknown = _layout(model)
         self._one_name: dict[str, str] = {}  # tensor of the model -> the first of its names
         self._start: dict[str, Piece] = {}  # tensor of the model -> the piece vLLM was started with
         directory = Path(model.path)
@@ -68,14 +70,31 @@ class Checkpoint:
                 )
         return names
 
+    def vision_digest(self, directory: Path) -> str:
+        """sha256 of the tensors outside the language model and its head, as stored; "" if there are none.
+
+        Reads them all. Raises WeightsError.
+        """
+        if self._layout is None or not self._vision:
+            return ""
+        digest = sha256()
+        with ExitStack() as stack:
+            sources = open_weights(directory, stack)
+            for piece in self._layout.pieces(sources)[0]:
+                for name in sorted(piece.sources) if piece.target in self._vision else ():
+                    tensor: torch.Tensor = sources[name].get_tensor(name)
+                    digest.update(f"{piece.target} {name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+                    digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
     def _check_start(self, path: str, filled: set[str]) -> None:
         for names in tied(self._layout.own if self._layout else {}):
             if filled.isdisjoint(names):
                 raise ModelError(f"{path}: the weights are incomplete, e.g. {names[0]}; export them again")
 
 
-def _layout(model: ModelConfig) -> tuple[Layout | None, str]:
-    """(layout, "") or (None, why there is none): vLLM knows models that transformers doesn't."""
+def _layout(model: ModelConfig) -> tuple[Layout | None, frozenset[str], str]:
+    """(layout, names of the vision part, ""), or None and why there is none: vLLM knows models transformers doesn't."""
     try:
         config: Any = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         sees = has_vision(msgspec.structs.replace(model, variant="auto"), config)
@@ -83,6 +102,6 @@ def _layout(model: ModelConfig) -> tuple[Layout | None, str]:
         with torch.device("meta"):
             module: Any = kind.from_config(config, trust_remote_code=model.trust_remote_code)
         module.tie_weights()
-        return Layout(module), ""
+        return Layout(module), vision_tensors(module) if sees else frozenset[str](), ""
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, AttributeError) as error:
-        return None, f"{type(error).__name__}: {error}"
+        return None, frozenset[str](), f"{type(error).__name__}: {error}"

@@ -3,7 +3,7 @@
 - vLLM logs errors to stderr and everything to a file, where the cause of a dead core is found.
 - vLLM waits for its core without a deadline. A start may take any time (a large model loads for minutes), so the
   criterion is a stall: the new processes neither compute nor read for `limit_s`. Seen in practice when the core is
-  forked from a process with threads: it inherits a lock that will never be released.
+  forked from a process with threads: it inherits a lock that will never be released, or dies of a segmentation fault.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def start_engine(
 
 
 def _start_core(path: str, config: Any, methods: Sequence[str], log: EngineLog, stall_s: float) -> Any:
-    """The `AsyncLLM`, by the first of the `methods` under which its core starts without stalling."""
+    """The `AsyncLLM`, by the first of the `methods` under which its core neither stalls nor dies without a cause."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     failed: Exception | None = None
@@ -251,10 +251,13 @@ def _start_core(path: str, config: Any, methods: Sequence[str], log: EngineLog, 
                 return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
             except (RuntimeError, ValueError, OSError, TimeoutError) as error:
                 failed = error
-        if watch.stalled is None:
+        if watch.stalled is not None:
+            seen = watch.stalled
+            get_logger().warning("vLLM hung at startup", model=path, start_method=method, seen=seen)
+        elif log.last_cause() is None and method != methods[-1]:  # e.g. a segmentation fault
+            get_logger().warning("vLLM's core died at startup", model=path, start_method=method, seen=str(failed))
+        else:
             raise _start_error(path, failed, log) from failed
-        seen = watch.stalled
-        get_logger().warning("vLLM hung at startup", model=path, start_method=method, seen=seen)
     raise EngineError(f"{path}: vLLM did not start: {seen}") from failed
 
 
@@ -268,7 +271,7 @@ def _taken(model: ModelConfig, config: Any, vision: Vision | None) -> Vision | N
     return vision if taken else None
 
 
-def _start_error(path: str, error: Exception, log: EngineLog) -> ModelError | EngineError:
+def _start_error(path: str, error: Exception | None, log: EngineLog) -> ModelError | EngineError:
     """vLLM itself says only "Engine core initialization failed"; the cause is in the core's log."""
     if (cause := log.last_cause()) is not None:
         return ModelError(f"{path}: vLLM did not start: {cause}")

@@ -25,9 +25,10 @@ class WorkerExtension:
 
     model_runner: Any
 
-    def sluice_load_weights(self, directory: str, names: dict[str, str]) -> None:
+    def sluice_load_weights(self, directory: str, names: dict[str, str], keep_encoded: bool) -> int:
         """Load each tensor of the directory's safetensors under its name in `names`.
 
+        `keep_encoded`: the vision part stays the same, so encoded images stay valid; returns how many there are.
         Raises TornWeights if a layer wasn't filled, after all layers are usable again.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -48,7 +49,8 @@ class WorkerExtension:
             finally:
                 finalize_layerwise_reload(model, runner.model_config)
         runner.reset_lora_state()
-        runner.reset_encoder_cache()
+        if not keep_encoded:
+            runner.reset_encoder_cache()
         runner.reset_mm_cache()
         self._pack_on_cpu()
         if unfilled:
@@ -57,6 +59,7 @@ class WorkerExtension:
                 f"{directory}: vLLM took {unfilled[first]} of {wanted[first]} elements of {first}, and {len(unfilled)} "
                 "layers were not filled; does vLLM know this model's tensor names?"
             )
+        return len(runner.encoder_cache or ())
 
     def sluice_guard_try(self, token_ids: list[int]) -> dict[str, Any] | None:
         """Rules of the loaded guard, and its trigger after these tokens; None where none is loaded.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from msgspec.structs import replace
 from transformers import AutoModelForImageTextToText
 
 from sluice.consumers.audit.audit import audit_run
+from sluice.consumers.audit.recompute import Pixels, Recomputed
+from sluice.consumers.audit.stored import read_sequences
+from sluice.consumers.training.images import SampleImages
 from sluice.consumers.training.step_log import KeptRollouts
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.images.processor import VisionInputs
@@ -110,3 +114,29 @@ def test_a_sequence_that_was_decoded_from_another_image_is_wrong(
     found = audit_run(directory, config, tolerance=1e-4)
     assert found.wrong == len(samples[0].token_ids) - samples[0].prompt_len
     assert set(kind for kind, count in found.faults.items() if count) == {"behaviour", "proximal"}
+
+
+def test_images_of_a_few_sequences_are_on_disk_at_a_time(
+    run: tuple[Path, Config, list[TrainingSample]], tmp_path: Path
+) -> None:
+    """Of twenty sequences with an image each; one of them is gone, and named once however often it is asked for."""
+    directory, config, _ = run
+    processor, root = processor_of(config), tmp_path / "scans"
+    many = [seen_sample(f"m{at}", config, processor, image_files(root, 1, 100 + at), seed=100 + at) for at in range(20)]
+    KeptRollouts(directory / "rollouts", None).save(3, many)
+    stored = list(read_sequences(directory / "rollouts", "3"))
+    (root / str(many[4].images[0].path)).unlink()
+    pairs = [(one, Recomputed.empty(len(one.token_ids))) for one in stored]
+    made = SampleImages.of(config, tmp_path / "pixels")
+    with closing(Pixels(made, 60.0)) as pixels:
+        for _ in range(2):
+            most, names = 0, list[str]()
+            for one, _ in pixels.served(pairs):
+                assert len(pixels.inputs(one).token_ids) == len(one.token_ids)
+                most = max(most, len(list((tmp_path / "pixels").glob("*/*"))))
+                names.append(one.name)
+            assert names == [one.name for one in stored if one.seq_id != "m4:0"]
+            assert most == 8
+            assert not list((tmp_path / "pixels").glob("*/*"))
+        assert pixels.gone == {"step 3, m4:0"}
+    assert not (tmp_path / "pixels").exists()

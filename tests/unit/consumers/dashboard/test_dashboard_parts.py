@@ -17,18 +17,15 @@ from redis.asyncio import Redis
 from sluice.consumers.dashboard import formats
 from sluice.consumers.dashboard.app import make_app
 from sluice.consumers.dashboard.dead_letters import Reasons, in_time
-from sluice.consumers.dashboard.live import Live, event
 from sluice.consumers.dashboard.monitor import Monitor, ProcessRates
-from sluice.consumers.dashboard.overview import Box, points
-from sluice.consumers.dashboard.render import fragment
-from sluice.consumers.dashboard.settings import settings
+from sluice.consumers.dashboard.overview import points, stacked
+from sluice.consumers.dashboard.render import Live, event, fragment
+from sluice.consumers.dashboard.runs import settings
 from sluice.consumers.history.reader import HistoryReader
 from sluice.pipeline.config.types import BrokerConfig, Config, ProducerConfig
 from sluice.pipeline.http.middleware import host_name, is_loopback
 from sluice.pipeline.queue.dead_letters import Row
-from sluice.pipeline.status.descriptions import StageText
 from sluice.pipeline.status.snapshot import Process, Snapshot, Stall
-from sluice.pipeline.status.stages import Stage
 from sluice.pipeline.wire.messages import DeadLetter
 
 
@@ -55,15 +52,6 @@ def test_a_sentence_begins_with_a_capital_unless_it_begins_with_a_name() -> None
         ".",
     ]
     assert formats.sentence("worker-0 is working.") == ["worker-0 is working."]
-
-
-def test_a_long_sentence_keeps_its_first_part_and_since_when() -> None:
-    def says(what: str, more: str, since: str = "") -> str:
-        return Box(Stage(name="producer", state="waiting"), StageText("1 alive", "", what, more, since)).says
-
-    assert says("the credit is used up", "x" * 130) == "the credit is used up"
-    assert says("the credit is used up", "x" * 130, " (for 3 s)") == "the credit is used up (for 3 s)"
-    assert says("a", "b") == "a; b"
 
 
 def test_what_is_read_aloud_changes_with_the_kinds_of_the_stalls_alone() -> None:
@@ -127,10 +115,17 @@ def test_loopback_addresses_are_told_from_others() -> None:
 
 def test_a_line_fills_its_chart_and_stays_in_it() -> None:
     assert points([]) == points([1.0]) == ""
-    assert points([0.0, 0.0]) == "0.0,39.0 240.0,39.0"
+    assert points([0.0, 0.0]) == "0.0,47.0 240.0,47.0"
+    assert points([-1.0, 0.0]) == "0.0,47.0 240.0,2.0", "below nothing"
     pairs = [tuple(map(float, pair.split(","))) for pair in points([0, 5, math.pi, 10]).split()]
     assert [at for at, _ in pairs] == [0, 80, 160, 240]
-    assert all(0 < height < 40 for _, height in pairs)
+    assert all(0 < height < 48 for _, height in pairs)
+
+
+def test_parts_of_a_bar_follow_each_other() -> None:
+    parts = stacked([("queue", 1.0), ("decode", 3.0)])
+    assert [(part.name, part.x, part.width) for part in parts] == [("queue", 0.0, 250.0), ("decode", 250.0, 750.0)]
+    assert stacked([]) == []
 
 
 def test_an_event_of_several_lines_cannot_end_early() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sluice.consumers.dashboard.settings import RunConfig
+from sluice.consumers.dashboard.monitor import RunConfig
 from sluice.pipeline.config.types import Config, ProducerConfig
 from sluice.pipeline.run.provenance import store
 

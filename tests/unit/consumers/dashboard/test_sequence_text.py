@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.consumers.dashboard.formats import block, pretty, token_text, visible
-from sluice.consumers.dashboard.sequences import address, clean, count_set, read_filter
+from sluice.consumers.dashboard.sequences import Asked, clean, plain, truth_text
+from sluice.consumers.history.index import SORTS
 from sluice.consumers.history.records import SequenceFilter
 
 ANY = st.text(st.characters())
@@ -53,16 +55,38 @@ FILTERS = st.builds(
 )
 
 
-@given(FILTERS)
-def test_an_address_brings_its_filter_back(wanted: SequenceFilter) -> None:
-    asked = dict(parse_qsl(urlsplit(address(wanted)).query))
-    assert read_filter(asked) == (wanted, "")
-    assert count_set(wanted) == len(asked)
+RANGES = st.dictionaries(
+    st.sampled_from(["reward", "length"]), st.tuples(st.integers(-9, 9).map(float), st.none() | st.just(9.0))
+)
+
+
+@given(FILTERS, st.text(st.characters(codec="utf-8")).map(clean), st.sampled_from(sorted(SORTS)), RANGES)
+def test_an_address_brings_its_question_back(wanted: SequenceFilter, text: str, sort: str, ranges: Any) -> None:
+    asked = Asked(wanted, text, sort, ranges)
+    assert Asked.read(dict(parse_qsl(urlsplit(asked.address()).query))) == asked
+
+
+@pytest.mark.parametrize("bound", ["x", "nan", "inf", "1e999", "--1", "9" * 50])
+def test_a_bound_that_is_no_number_is_left_out_and_said(bound: str) -> None:
+    asked = Asked.read({"reward_min": bound, "reward_max": "1"})
+    assert (asked.ranges, "is a number" in asked.problem) == ({"reward": (None, 1.0)}, True)
+
+
+def test_a_prompt_is_shown_without_its_template_and_a_truth_in_a_line() -> None:
+    assert plain("<|im_start|>user\nWhat is 3 + 3?<|im_end|>\n<|im_start|>assistant\n") == "What is 3 + 3?"
+    pads = "<|vision_start|><|image_pad|>…<|vision_end|>"
+    assert plain(f"<|im_start|>user\n{pads}{pads}Name it.<|im_end|>\n") == "[picture] Name it."
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    truths = [None, "six", [{"desc": "ä"}], {b"k": 1}, deep]
+    assert [truth_text(truth) for truth in truths[:3]] == ["", "six", '[{"desc": "ä"}]']
+    assert {truth_text(truth) for truth in truths[3:]} == {"(cannot be shown in a line)"}
 
 
 @pytest.mark.parametrize("version", ["x", "-1", "1.5", "9" * 30, "٣"])
 def test_a_version_that_is_no_number_is_left_out_and_said(version: str) -> None:
-    wanted, problem = read_filter({"version": version, "search": "y" * 999})
-    assert wanted.version is None
-    assert "is an integer" in problem
-    assert len(wanted.search) == 300
+    asked = Asked.read({"version": version, "search": "y" * 999})
+    assert asked.wanted.version is None
+    assert "is an integer" in asked.problem
+    assert len(asked.wanted.search) == 300

@@ -54,7 +54,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_row_holds_every_array_at_full_length_and_says_null_for_what_is_not_known(tmp_path: Path) -> None:
     run = kept(tmp_path, a_sample(), a_sample("j:1", advantage=-0.5, proximal_versions=Runs.of([-1, -1, 4, -1])))
-    assert export_run(run, "jsonl", tmp_path / "out/all.jsonl", "trained", "").sequences == 2
+    assert export_run(run, "jsonl", tmp_path / "out/all.jsonl", "trained", Config()).sequences == 2
     first, second = lines(tmp_path / "out/all.jsonl")
     assert (first["seq_id"], first["group_id"], first["step"], first["prompt_len"]) == ("j:0", "j", 1, 2)
     assert first["token_ids"] == [5, 6, 7, 8]
@@ -82,8 +82,8 @@ def test_texts_are_those_of_the_tokens() -> None:
 @pytest.mark.parametrize("to", ["parquet", "datasets"])
 def test_parquet_and_datasets_hold_what_jsonl_holds(to: Any, tmp_path: Path) -> None:
     run = kept(tmp_path, a_sample(), a_sample("j:1", advantage=-0.5))
-    export_run(run, "jsonl", tmp_path / "all.jsonl", "trained", "")
-    export_run(run, to, tmp_path / "out", "trained", "")
+    export_run(run, "jsonl", tmp_path / "all.jsonl", "trained", Config())
+    export_run(run, to, tmp_path / "out", "trained", Config())
     if to == "parquet":
         found = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "out").to_pylist()
     else:
@@ -111,26 +111,28 @@ def test_trl_leaves_out_what_has_no_weight_and_counts_odd_weights(tmp_path: Path
         a_sample("j:1", weights=FloatArray([1, 0, 0, 0])),
         a_sample("j:2", weights=FloatArray([0, 0, 0.5, 1])),
     ]
-    done = export_run(kept(tmp_path, *samples), "trl", tmp_path / "out", "trained", "")
-    assert (done.sequences, done.without_weight, done.weighted) == (2, 1, 1)
+    done = export_run(kept(tmp_path, *samples), "trl", tmp_path / "out", "trained", Config())
+    assert (done.sequences, done.left_out, done.weighted) == (2, {"no_weight": 1}, 1)
     found = pytest.importorskip("datasets").load_from_disk(str(tmp_path / "out"))
     assert found.column_names == ["input_ids", "labels", "attention_mask"]
     assert found["labels"][1] == [-100, -100, 9, 8]
-    with pytest.raises(DataError, match="no token of 1 sequences has a cross-entropy weight"):
-        export_run(kept(tmp_path / "b", samples[1]), "trl", tmp_path / "none", "trained", "")
+    with pytest.raises(DataError, match="1 left out: none of their tokens has a cross-entropy weight; first: j:1"):
+        export_run(
+            kept(tmp_path / "b", replace(samples[1], reward=None)), "trl", tmp_path / "none", "trained", Config()
+        )
     assert not (tmp_path / "none").exists()
 
 
 def test_a_parquet_file_is_written_in_bounded_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "_MOST_TOKENS", 8)
     run = kept(tmp_path, *(a_sample(f"j:{at}") for at in range(5)))
-    export_run(run, "parquet", tmp_path / "out.parquet", "trained", "")
+    export_run(run, "parquet", tmp_path / "out.parquet", "trained", Config())
     assert pytest.importorskip("pyarrow.parquet").ParquetFile(tmp_path / "out.parquet").num_row_groups == 3
 
 
 def test_numbers_that_are_none_become_null(tmp_path: Path) -> None:
     run = kept(tmp_path, a_sample(reward=math.nan))
-    export_run(run, "jsonl", tmp_path / "all.jsonl", "trained", "")
+    export_run(run, "jsonl", tmp_path / "all.jsonl", "trained", Config())
     assert lines(tmp_path / "all.jsonl")[0]["reward"] is None
 
 
@@ -138,18 +140,18 @@ def test_nothing_is_written_over_and_nothing_left_behind(tmp_path: Path) -> None
     out = tmp_path / "out.jsonl"
     out.write_text("mine")
     with pytest.raises(DataError, match=r"out\.jsonl exists; name another"):
-        export_run(kept(tmp_path, a_sample()), "jsonl", out, "trained", "")
+        export_run(kept(tmp_path, a_sample()), "jsonl", out, "trained", Config())
     assert out.read_text() == "mine"
     (tmp_path / "run/rollouts/step-000002.msgpack").write_bytes(b"damaged")
     with pytest.raises(DataError, match=r"step-000002\.msgpack: cannot be read"):
-        export_run(tmp_path / "run", "datasets", tmp_path / "whole", "trained", "")
+        export_run(tmp_path / "run", "datasets", tmp_path / "whole", "trained", Config())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "run"]
 
 
 def test_a_run_without_sequences_says_why(tmp_path: Path) -> None:
     for kind in ("trained", "handed-on"):
         with pytest.raises(DataError, match=r"nothing to export; it has no history; run with history\.enabled"):
-            export_run(tmp_path, "jsonl", tmp_path / "out", kind, "")
+            export_run(tmp_path, "jsonl", tmp_path / "out", kind, Config())
 
 
 def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
@@ -184,7 +186,7 @@ async def test_the_history_says_what_was_trained_and_what_was_handed_on(tmp_path
     config = Config(run="run", run_dir=str(tmp_path))
     run = tmp_path / "run"
     await history(run, config)
-    export_run(run, "jsonl", tmp_path / "trained.jsonl", "trained", "")
+    export_run(run, "jsonl", tmp_path / "trained.jsonl", "trained", Config())
     [row] = lines(tmp_path / "trained.jsonl")
     assert (row["seq_id"], row["step"], row["version"], row["text"], row["truth"]) == (
         "j:0",
@@ -195,7 +197,7 @@ async def test_the_history_says_what_was_trained_and_what_was_handed_on(tmp_path
     )
     assert (row["proximal_versions"], row["proximal_logprobs"]) == ([-1, -1, 4, -1], [0, 0, -1.0, 0])
     assert row["sampling"]["temperature"] == 1.0
-    export_run(run, "jsonl", tmp_path / "all.jsonl", "handed-on", "")
+    export_run(run, "jsonl", tmp_path / "all.jsonl", "handed-on", Config())
     assert [(row["seq_id"], row["step"]) for row in lines(tmp_path / "all.jsonl")] == [
         ("j:0", 7),
         ("j:1", 7),
@@ -208,4 +210,4 @@ async def test_what_was_not_trained_yet_is_offered(tmp_path: Path) -> None:
     await history(tmp_path / "run", config)
     (tmp_path / "run/history/trainer.sqlite").unlink()
     with pytest.raises(DataError, match="3 sequences were handed on and none has been trained yet; --source handed-on"):
-        export_run(tmp_path / "run", "jsonl", tmp_path / "out", "trained", "")
+        export_run(tmp_path / "run", "jsonl", tmp_path / "out", "trained", Config())

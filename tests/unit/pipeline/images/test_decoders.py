@@ -18,6 +18,7 @@ from PIL import Image
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.decoders import Decoders
+from sluice.pipeline.images.paths import SourceUnavailable
 from sluice.pipeline.images.pixels import open_image
 from tests.pictures import encoded, gif_of_zeros, huge_png, png, png_of_chunks, progressive_jpeg
 
@@ -107,6 +108,27 @@ def test_what_is_slow_to_read_before_its_pixels_is_ended_as_well(make: Callable[
         decoders.close()
 
 
+def test_a_decoder_that_gets_no_processor_time_is_the_host_s_trouble() -> None:
+    decoders = Decoders(ImagesConfig(decode_timeout_s=0.4, decode_processes=1))
+    try:
+        until(lambda: started(decoders), "the first process")
+        [pid] = children()
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(SourceUnavailable, match=r"^x: not decoded within 0\.4 s .* got only 0\.0 s"):
+            decoders.decode(png(), "x")
+        assert pid not in children()
+    finally:
+        decoders.close()
+
+
+def started(decoders: Decoders) -> bool:
+    """Whether an image was decoded; on a busy machine, the first may be late."""
+    try:
+        return decoders.decode(png(), "x").size == (8, 6)
+    except SourceUnavailable:
+        return False
+
+
 def test_neighbours_are_decoded_meanwhile_and_close_ends_what_runs() -> None:
     decoders = Decoders(ImagesConfig(decode_timeout_s=FOREVER_S, decode_processes=2))
     with ThreadPoolExecutor(4) as threads:
@@ -173,6 +195,7 @@ import sys
 from sluice.pipeline.config.types import ImagesConfig
 from tests.pictures import png, progressive_jpeg
 from sluice.pipeline.images.decoders import Decoders
+from sluice.pipeline.images.paths import SourceUnavailable
 decoders = Decoders(ImagesConfig(decode_timeout_s=600))
 decoders.decode(png(), "x")
 slow = progressive_jpeg()

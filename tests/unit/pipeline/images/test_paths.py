@@ -115,11 +115,41 @@ def test_a_root_that_is_away_is_the_host_s_trouble(tmp_path: Path) -> None:
     here, away = str(tmp_path), str(tmp_path / "away")
     (tmp_path / "file").write_bytes(b"x")
     assert Roots([away, here]).find("image", "file").size == 1
-    with pytest.raises(SourceUnavailable, match=r"^image: .*/away is no directory; check the disk"):
+    with pytest.raises(SourceUnavailable, match=r"^image: .*/away is not a directory; check the disk"):
         Roots([here, away]).find("image", "none")
     with pytest.raises(RequestError, match="no such file") as caught:
         Roots([here, away], may_lack=away).find("image", "none")
     assert not isinstance(caught.value, SourceUnavailable)
+
+
+def test_an_empty_root_is_taken_for_a_mount_point_without_its_disk(tmp_path: Path) -> None:
+    """But not one that is made with its first file."""
+    (tmp_path / "empty").mkdir()
+    empty = str(tmp_path / "empty")
+    with pytest.raises(SourceUnavailable, match=r"^image: .*/empty is empty; check the disk and the mounts"):
+        Roots([empty, str(tmp_path)]).find("image", "none")
+    with pytest.raises(RequestError, match="no such file") as caught:
+        Roots([empty], may_lack=empty).find("image", "none")
+    assert not isinstance(caught.value, SourceUnavailable)
+    (tmp_path / "empty/other").write_bytes(b"x")
+    with pytest.raises(RequestError, match="no such file") as caught:
+        Roots([empty]).find("image", "none")
+    assert not isinstance(caught.value, SourceUnavailable)
+
+
+def test_an_absolute_path_is_missing_whatever_another_root_lacks(tmp_path: Path) -> None:
+    """Else one deleted picture would stop a trainer, which retries what it can't reach."""
+    full, empty = tmp_path / "full", tmp_path / "empty"
+    for root in (full, empty):
+        root.mkdir()
+    (full / "other.png").write_bytes(b"x")
+    roots = Roots([str(full), str(empty), str(tmp_path / "away")])
+    with pytest.raises(RequestError, match="no such file") as error:
+        roots.find("image", str(full / "gone.png"))
+    assert not isinstance(error.value, SourceUnavailable)
+    for name in (str(empty / "gone.png"), str(tmp_path / "away" / "gone.png"), "gone.png"):
+        with pytest.raises(SourceUnavailable):
+            roots.find("image", name)
 
 
 def test_an_error_of_the_device_is_the_host_s_trouble() -> None:

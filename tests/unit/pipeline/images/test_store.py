@@ -83,6 +83,7 @@ async def test_a_fetch_goes_on_when_all_callers_gave_up(site: Site) -> None:
 
 
 async def test_a_failed_fetch_is_not_kept(tmp_path: Path, site: Site) -> None:
+    (tmp_path / "other.png").write_bytes(png())
     async with ImageStore(config(tmp_path, site)) as images:
         for ref in (ImageRef(path="late.png"), ImageRef(url=site.url("/late.png"))):
             results = await asyncio.gather(*(images.get(ref) for _ in range(3)), return_exceptions=True)

@@ -129,6 +129,25 @@ async def test_a_server_s_trouble_is_tried_again_and_then_told(site: Site) -> No
     assert dict(site.asked) == {"/once": 2, "/always": TRIES}
 
 
+@pytest.mark.parametrize("status", [408, 425, 429])
+async def test_a_client_that_came_too_soon_tries_again(site: Site, status: int) -> None:
+    site.routes["/a"] = answers(status, 200, headers={"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"})
+    async with fetcher(site) as urls:
+        assert await urls.fetch(site.url("/a"), "x") == b"body"
+    assert site.asked["/a"] == 2
+
+
+@pytest.mark.parametrize(("said", "after_s"), [("30", 30), ("999999", 60), ("never", 0), ("-1", 0)])
+async def test_a_server_that_wants_to_be_left_alone_is(site: Site, said: str, after_s: float) -> None:
+    """For longer than the time limit of a fetch: the caller is told how long."""
+    site.routes["/a"] = answers(429, headers={"Retry-After": said})
+    async with fetcher(site) as urls:
+        with pytest.raises(SourceUnavailable, match=r"^x: the server answered 429") as caught:
+            await urls.fetch(site.url("/a"), "x")
+    assert caught.value.after_s == after_s
+    assert site.asked["/a"] == (1 if after_s else TRIES)
+
+
 async def test_a_refused_connection_is_told() -> None:
     nobody = Site()
     nobody.port = 1

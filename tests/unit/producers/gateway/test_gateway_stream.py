@@ -8,10 +8,9 @@ from typing import Any
 
 from sluice.pipeline.wire.messages import TokenDelta
 from sluice.pipeline.wire.tokens import FloatArray, TokenArray
-from sluice.producers.gateway.completion import Answer
+from sluice.producers.gateway.completion import DONE, Answer, ChatStream, with_error
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.requests import ChatRequest
-from sluice.producers.gateway.stream import DONE, ChatStream, with_error
 from tests.factories import sequence_result
 
 MESSAGES = [{"role": "user", "content": "a"}]

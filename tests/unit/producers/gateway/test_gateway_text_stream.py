@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from sluice.producers.gateway.stream import TextStream
+from sluice.producers.gateway.completion import TextStream
 from sluice.producers.gateway.tool_calls import Hermes
 
 MARKER = Hermes.marker

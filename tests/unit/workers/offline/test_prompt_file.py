@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from base64 import b64encode
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,13 @@ import pytest
 
 from sluice.pipeline.errors import DataError
 from sluice.pipeline.prompts.rows import Malformed
+from sluice.pipeline.wire.messages import ImageRef
 from sluice.workers.engine.requests import TextGenerationRequest, VlmGenerationRequest
 from sluice.workers.offline.prompt_file import PromptRow, Scan, open_prompts
+from tests.pictures import png
 
 ASKED = [{"role": "user", "content": "hi"}]
+SHOWN = [{"role": "user", "content": [{"type": "image"}]}]
 
 
 def jsonl(tmp_path: Path, *rows: dict[str, Any] | str) -> Path:
@@ -55,8 +59,47 @@ def test_an_image_path_begins_at_the_folder_of_the_file(tmp_path: Path, image: A
     several = request_of(jsonl(tmp_path, {"prompt": "what?", "images": [image, "b.png"]}))
     assert several.images == (tmp_path / "a.png", tmp_path / "b.png")
     assert [part["type"] for part in several.messages[0]["content"]] == ["image", "image", "text"]
-    absolute = request_of(jsonl(tmp_path, {"messages": ASKED, "images": ["/data/a.png"]}))
-    assert (absolute.messages, absolute.images) == (ASKED, (Path("/data/a.png"),))
+    absolute = request_of(jsonl(tmp_path, {"messages": SHOWN, "image": "/data/a.png"}))
+    assert (absolute.messages, absolute.images) == (SHOWN, (Path("/data/a.png"),))
+
+
+def test_every_kind_of_image_that_a_producer_reads(tmp_path: Path) -> None:
+    digest, data = "0" * 64, png()
+    named = [
+        "http://x/a.png",
+        {"path": "a.png", "sha256": digest},
+        f"sha256:{digest}",
+        {"bytes": b64encode(data).decode()},
+    ]
+    path = jsonl(tmp_path, {"prompt": "what?", "images": named})
+    refs = (ImageRef(url="http://x/a.png"), ImageRef(path="a.png", sha256=digest), ImageRef(sha256=digest))
+    assert request_of(path).images == (*refs, data)
+    row = first_row(jsonl(tmp_path, {"prompt": "what?", "images": ["a.png", "b.png"]}))
+    assert isinstance(row, PromptRow)
+    rooted = row.request("row 0", tmp_path, anywhere=False)
+    assert isinstance(rooted, VlmGenerationRequest)
+    assert rooted.images == (ImageRef(path="a.png"), ImageRef(path="b.png")), "with images.roots: only below those"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "datasets"])
+def test_images_as_datasets_stores_them(tmp_path: Path, kind: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(
+        [{"prompt": "one", "image": {"bytes": png("blue"), "path": "b.png"}}, {"prompt": "none", "image": None}]
+    ).cast_column("image", datasets.Image())
+    source = tmp_path / "in.parquet"
+    rows.save_to_disk(str(source)) if kind == "datasets" else rows.to_parquet(str(source))
+    with open_prompts(str(source)) as prompts:
+        scan, found = prompts.scan(), [row for _, row in prompts.rows()]
+    assert (scan.total, scan.with_image, scan.malformed) == (2, {0}, {})
+    seen, text = found
+    assert isinstance(seen, PromptRow)
+    assert isinstance(text, PromptRow)
+    asked = seen.request("row 0", tmp_path)
+    assert isinstance(asked, VlmGenerationRequest)
+    assert asked.images == (png("blue"),)
+    assert [part["type"] for part in asked.messages[0]["content"]] == ["image", "text"]
+    assert isinstance(text.request("row 1", tmp_path), TextGenerationRequest)
 
 
 @pytest.mark.parametrize(
@@ -68,12 +111,13 @@ def test_an_image_path_begins_at_the_folder_of_the_file(tmp_path: Path, image: A
         ({"prompt_token_ids": []}, "`prompt_token_ids` is empty"),
         ({"messages": [{"role": "user"}]}, "needs a `role` string and `content`"),
         ({"prompt_token_ids": [1], "images": ["a"]}, "not `prompt_token_ids`"),
-        ({"prompt": "a", "images": [{"url": "http://x/a.png"}]}, "`images` must be paths here"),
-        (
-            {"prompt": "a", "images": ["http://x/a.png"]},
-            "`images` must be paths here; URLs and digests are only for jobs",
-        ),
-        ({"prompt": "a", "images": ["sha256:" + "0" * 64]}, "`images` must be paths here"),
+        ({"messages": ASKED, "images": ["a.png"]}, "`images` has 1 entries and the messages have 0 image parts"),
+        ({"messages": SHOWN}, "`images` has 0 entries and the messages have 1 image parts"),
+        ({"prompt": "a", "images": ["a.png"] * 17}, "17 images, and images.max_per_prompt allows 16"),
+        ({"prompt": "a", "images": [{"bytes": "aGVsbG8="}]}, "is data that starts with b'hello', accepted are JPEG"),
+        ({"prompt": "a", "images": [{"bytes": b64encode(png()).decode(), "sha256": "0" * 64}]}, "the job asks for 000"),
+        ({"prompt": "a", "images": [{}]}, "neither bytes nor path, url or sha256"),
+        ({"prompt": "a", "images": ["a.png"], "image": "b.png"}, "both `image` and `images`"),
         ({"prompt": 5}, "malformed row"),
         ("{", "malformed row"),
     ],

@@ -1,0 +1,252 @@
+"""This run's resolved configuration; the runs beside it, and their curves over each other. No run needs to be alive.
+
+    <run_dir>/*, and what `sluice dashboard RUN_DIR …` names ──▶ Runs ─▶ table; chosen ones ─▶ overlaid curves
+
+- A run is a directory with metrics.jsonl or config.resolved.yaml; a named directory is a run, or holds some.
+- Only runs of the table can be asked for: an address holds names, never paths.
+- The configuration is a searchable table, without secrets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import yaml
+from fastapi import APIRouter, Request, Response
+
+from sluice.consumers.dashboard.formats import query
+from sluice.consumers.dashboard.monitor import Monitor, monitor_of
+from sluice.consumers.dashboard.overview import charts_json, points
+from sluice.consumers.dashboard.render import clean, render
+from sluice.consumers.history.curves import EVALS, Change, Chart, RunCurves, overlaid
+from sluice.consumers.run_files import METRICS, RESOLVED, stored_config
+from sluice.pipeline.config import Config, resolved_yaml
+from sluice.pipeline.config.load import hide_password
+from sluice.pipeline.errors import ConfigError
+
+router = APIRouter()
+_MOST_RUNS, _MOST_COMPARED, _MOST_KEPT = 100, 8, 16
+_Stamp = tuple[tuple[int, int], ...]
+_MOST = 100  # characters in a search
+
+
+class RunLine(NamedTuple):
+    """One row of the table; `at` is when its last step was written, `started` its first."""
+
+    name: str
+    directory: str
+    is_this: bool
+    step: int | None
+    version: int | None
+    started: float | None
+    at: float | None
+    change: Change | None
+
+
+class Runs:
+    """The runs that this dashboard knows of. Blocking; thread-safe."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor, self._lock = monitor, threading.Lock()
+        self._curves: OrderedDict[Path, RunCurves] = OrderedDict()  # least recently compared first
+        self._lines: dict[Path, tuple[_Stamp, RunLine]] = {}
+
+    def found(self) -> dict[str, Path]:
+        """Directories by name, this run first, then the newest first; a name that comes twice has its parent's."""
+        this = self._monitor.directory
+        given = [this.parent, *self._monitor.others]
+        some = {path.resolve(): path for place in given for path in runs_in(place)}
+        some.pop(this.resolve(), None)
+        newest = sorted(some, key=_written, reverse=True)[: _MOST_RUNS - 1]
+        named = {self._monitor.config.run: this}
+        for path in newest:
+            own, parent = _name(path), _name(path.parent)
+            named.setdefault(own if own not in named else f"{parent}/{own}", path)
+        return named
+
+    def curves(self, directory: Path) -> RunCurves:
+        """Some are kept, so that only what was added is read again: each holds every step of its run."""
+        if directory == self._monitor.directory:
+            return self._monitor.curves
+        with self._lock:
+            found = self._curves.setdefault(directory, RunCurves(directory))
+            self._curves.move_to_end(directory)
+            while len(self._curves) > _MOST_KEPT:
+                self._curves.popitem(last=False)
+            return found
+
+    def lines(self) -> list[RunLine]:
+        """The table. A run is read again once its files have changed."""
+        found = self.found()
+        kept = self._lines
+        self._lines = {}
+        for name, directory in found.items():
+            stamp = _stamp(directory)
+            held = kept.get(directory)
+            line = held[1]._replace(name=name) if held and held[0] == stamp else self._line(name, directory)
+            self._lines[directory] = stamp, line
+        return [line for _, line in self._lines.values()]
+
+    def _line(self, name: str, directory: Path) -> RunLine:
+        is_this = directory == self._monitor.directory
+        curves = self._monitor.curves if is_this else RunCurves(directory)
+        curves.charts()
+        first, last = curves.ends
+        return RunLine(
+            name=name,
+            directory=str(directory),
+            is_this=is_this,
+            step=last.step if last else None,
+            version=last.version if last else None,
+            started=first.at if first else None,
+            at=last.at if last else None,
+            change=curves.change(),
+        )
+
+    def compared(self, names: Iterable[str]) -> list[Chart]:
+        """Their charts over each other; of one run, its own."""
+        known = self.found()
+        chosen = [(name, self.curves(known[name]).charts()) for name in names if name in known]
+        return chosen[0][1] if len(chosen) == 1 else overlaid(chosen)
+
+
+def runs_in(place: Path) -> list[Path]:
+    """The directory itself if it is a run, else those in it that are."""
+    try:
+        return [place] if is_run(place) else [path for path in place.iterdir() if is_run(path)]
+    except OSError:
+        return []
+
+
+def chosen_run(given: Config, paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
+    """The configuration of the run to show, of those named on the command line; raises ConfigError.
+
+    It is the first one, or the newest of a directory of runs.
+    """
+    for path in paths:
+        if not runs_in(path):
+            raise ConfigError(f"{path} is no run and holds none: a run's directory has {METRICS} or {RESOLVED}")
+    directory = max(runs_in(paths[0]), key=_written).resolve()
+    stored = stored_config(directory, given, overrides)
+    broker = stored.broker
+    if (directory / "broker").is_dir():  # the run may have been moved or copied since
+        broker = msgspec.structs.replace(broker, embedded_dir=str(directory / "broker"))
+    return msgspec.structs.replace(stored, run=directory.name, run_dir=str(directory.parent), broker=broker)
+
+
+def is_run(directory: Path) -> bool:
+    return _written(directory) > 0.0
+
+
+def _written(directory: Path) -> float:
+    """Unix time of the newest of the files that make it a run; 0 if it has none that can be reached."""
+    times = [0.0]
+    for name in (METRICS, RESOLVED):
+        with contextlib.suppress(OSError):
+            status = (directory / name).stat()
+            times.append(max(status.st_mtime, 1.0) if stat.S_ISREG(status.st_mode) else 0.0)
+    return max(times)
+
+
+def _stamp(directory: Path) -> _Stamp:
+    """Changes with what the table shows of a run."""
+    found: list[tuple[int, int]] = []
+    for name in (METRICS, EVALS):
+        with contextlib.suppress(OSError):
+            status = (directory / name).stat()
+            found.append((status.st_mtime_ns, status.st_size))
+    return tuple(found)
+
+
+def _name(path: Path) -> str:
+    """Its name, without bytes that no page can carry."""
+    return os.fsencode(path.name).decode(errors="replace")
+
+
+def _chosen(request: Request, this: str) -> list[str]:
+    names = [clean(name) for name in request.query_params.getlist("with")]
+    return list(dict.fromkeys(names))[:_MOST_COMPARED] or [this]
+
+
+@router.get("/runs")
+async def runs(request: Request) -> Response:
+    """The table, and the curves of the chosen ones."""
+    monitor, known = monitor_of(request), _runs_of(request)
+    chosen = _chosen(request, monitor.config.run)
+    lines = await asyncio.to_thread(known.lines)
+    charts = await asyncio.to_thread(known.compared, chosen)
+    drawn = [(chart, points(chart.lines[0].values)) for chart in charts]
+    shown = [line.name for line in lines if line.name in chosen]
+    address = "/runs/curves?" + "&".join(query({"with": name}) for name in shown)
+    parts: dict[str, Any] = {"lines": lines, "chosen": chosen, "charts": drawn, "from": address, "shown": shown}
+    return render(request, "runs.html.j2", **parts, most=_MOST_COMPARED)
+
+
+@router.get("/runs/curves")
+async def compared(request: Request) -> Response:
+    """The charts as JSON."""
+    chosen: Sequence[str] = _chosen(request, monitor_of(request).config.run)
+    return charts_json(await asyncio.to_thread(_runs_of(request).compared, chosen))
+
+
+def _runs_of(request: Request) -> Runs:
+    state = request.app.state
+    if not hasattr(state, "runs"):
+        state.runs = Runs(monitor_of(request))
+    return state.runs
+
+
+class Setting(NamedTuple):
+    key: str
+    value: str
+    default: str
+    is_default: bool
+
+
+@router.get("/config")
+async def config(request: Request, search: str = "", changed: str = "") -> Response:
+    """Keys and values that contain `search`; with `changed`, only non-default ones."""
+    text = search.strip()[:_MOST]
+    resolved = await asyncio.to_thread(monitor_of(request).run_config.read)
+    every = settings(resolved.config)
+    found = [one for one in every if _fits(one, text.lower()) and not (changed and one.is_default)]
+    parts = {"found": found, "total": len(every), "origin": resolved.origin}
+    return render(request, "config.html.j2", **parts, search=text, changed=bool(changed))
+
+
+def settings(config: Config) -> list[Setting]:
+    """Every configuration key, in file order."""
+    defaults = dict(_flat(msgspec.to_builtins(Config())))
+    tree = yaml.safe_load(resolved_yaml(config))
+    return [
+        Setting(key, _shown(value), _shown(defaults.get(key)), key in defaults and defaults[key] == value)
+        for key, value in _flat(tree)
+    ]
+
+
+def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict) and tree:
+        for name, value in tree.items():
+            yield from _flat(value, f"{path}.{name}" if path else str(name))
+    else:
+        yield path, list(tree) if isinstance(tree, tuple) else tree
+
+
+def _shown(value: Any) -> str:
+    """As in YAML, with passwords in addresses hidden."""
+    if isinstance(value, str):
+        return (hide_password(value) if "://" in value else value) or '""'
+    return msgspec.json.encode(value).decode()
+
+
+def _fits(one: Setting, text: str) -> bool:
+    return text in one.key.lower() or text in one.value.lower()

@@ -1,0 +1,167 @@
+"""A run whose embedded broker has ended: its state can be read, nothing of it changes, and what needs it says so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import urllib.request
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sluice.pipeline.broker import connection as connections
+from sluice.pipeline.broker.embedded import embedded_broker, is_stored, stored_broker
+from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.http.server import bind, bind_near
+from sluice.pipeline.wire.keys import Keys
+from tests.command import call
+from tests.integration.test_dlq_command import bury_one
+from tests.roles import eventually
+
+RUN = "ended"
+
+
+def files(directory: Path) -> dict[str, tuple[int, bytes]]:
+    found = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of a run with two dead sequences, which was then killed with its broker."""
+    home = tmp_path_factory.mktemp("ended")
+    made = [f"run={RUN}", f"run_dir={home / 'runs'}", f"broker.embedded_dir={home / 'broker'}", "dashboard.port=0"]
+    config = load_config(None, made, {})
+
+    async def fill() -> None:
+        client = connections.connect(config.broker)
+        await bury_one(client, Keys(RUN))
+        raw: Any = client
+        await raw.bgrewriteaof()  # from now on there are a base and what follows it
+        await eventually(lambda: rewritten(raw), "the rewrite")
+        await raw.set(Keys(RUN).latest, 7)
+        await client.aclose()
+
+    with embedded_broker(config.broker):
+        asyncio.run(fill())
+    stale = {"url": "redis://:gone@127.0.0.1:1/0", "pid": 1}  # as a killed one leaves it
+    (home / "broker" / "broker.json").write_text(json.dumps(stale))
+    return made
+
+
+async def rewritten(raw: Any) -> bool:
+    facts = await raw.info("persistence")
+    return not facts["aof_rewrite_in_progress"] and not facts["aof_rewrite_scheduled"]
+
+
+@pytest.fixture
+def config(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    return load_config(None, overrides, {})
+
+
+def words(overrides: list[str]) -> list[str]:
+    return [word for item in overrides for word in ("--set", item)]
+
+
+def test_status_top_and_dead_letters_are_those_it_stored(
+    config: Config, overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(Path(config.broker.embedded_dir))
+    shown = (
+        (("status", "--json"), "latest_version", '"latest_version":7'),
+        (("top", "--once"), "weights v7", "dead 2"),
+        (("dlq", "list"), "invalid_request", "2 in all"),
+        (("dlq", "show", f"{RUN}:a:0"), "reason", "invalid_request"),
+    )
+    for command, *expected in shown:
+        assert call(*command, *words(overrides)) == 0
+        out, err = capsys.readouterr()
+        assert "the run's broker has ended; this is what it stored last, at 20" in err
+        for text in expected:
+            assert text in out
+    assert call("status", "--why", *words(overrides)) in (0, 1)
+    assert files(Path(config.broker.embedded_dir)) == before, "only copies are read"
+
+
+def test_what_changes_the_run_needs_its_broker(
+    config: Config, overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (("dlq", "replay", "--all"), ("dlq", "drop", "--all", "--yes")):
+        assert call(*command, *words(overrides)) == 4
+        assert "start one with `sluice broker` or `sluice up`" in capsys.readouterr().err
+
+
+def test_a_broker_that_runs_is_asked_itself(config: Config) -> None:
+    with embedded_broker(config.broker), stored_broker(config) as found:
+        assert not is_stored(config, found)
+    with stored_broker(config) as found:
+        assert is_stored(config, found)
+
+
+def test_a_directory_without_data_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("status", "--set", f"broker.embedded_dir={tmp_path}", "--set", "broker.url=null") == 4
+    assert "names no running embedded broker" in capsys.readouterr().err
+
+
+async def read(url: str) -> str:
+    def get() -> str:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.read().decode()
+
+    return await asyncio.to_thread(get)
+
+
+def holds(work: Callable[[], Awaitable[bool]]) -> Callable[[], Awaitable[bool]]:
+    async def tried() -> bool:
+        try:
+            return await work()
+        except OSError:
+            return False
+
+    return tried
+
+
+async def test_the_dashboard_shows_it_and_follows_the_run_when_it_is_back(config: Config) -> None:
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    given = words([f"run={RUN}", f"run_dir={config.run_dir}", f"dashboard.port={port}",
+                   f"broker.embedded_dir={config.broker.embedded_dir}"])  # fmt: skip
+    command = [sys.executable, "-m", "sluice.pipeline.cli.main", "dashboard", "--allow-actions", *given]
+    serving = await asyncio.create_subprocess_exec(*command)
+    url = f"http://127.0.0.1:{port}"
+
+    async def shows_stored() -> bool:
+        return "what it stored last" in await read(url + "/dead-letters")
+
+    async def shows_running() -> bool:
+        return "what it stored last" not in await read(url + "/dead-letters")
+
+    try:
+        await eventually(holds(shows_stored), "the stored state", 60)
+        assert "invalid_request" in await read(url + "/dead-letters")
+        assert "Replay" not in await read(url + "/dead-letters"), "nothing can be changed"
+        with embedded_broker(config.broker):
+            await eventually(holds(shows_running), "the run's own broker", 60)
+            serving.terminate()
+            assert await asyncio.wait_for(serving.wait(), 60) == 143
+    finally:
+        if serving.returncode is None:
+            serving.kill()
+            await serving.wait()
+
+
+def test_a_second_dashboard_has_a_port_of_its_own() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        second = bind_near("127.0.0.1", port)
+        assert second is not None
+        with second:
+            assert second.getsockname()[1] != port
+        with pytest.raises(ConfigError, match="is in use"):
+            bind("127.0.0.1", port)
+    assert bind_near("192.0.2.1", 0) is None

@@ -1,0 +1,93 @@
+"""Which runs are shown and compared."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from sluice.consumers.dashboard.monitor import Monitor
+from sluice.consumers.dashboard.runs import Runs, chosen_run, runs_in
+from sluice.consumers.history.reader import HistoryReader
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import ConfigError
+
+STEP = (
+    '{"step": 1, "version": 0, "at": 10.0, "train/loss": 0.5}\n'
+    '{"step": 2, "version": 1, "at": 20.0, "train/loss": 0.25}\n'
+)
+
+
+def run(directory: Path, lines: str = STEP) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text(lines)
+    return directory
+
+
+def runs(this: Path, *others: Path) -> Runs:
+    monitor = Monitor(Config(run=this.name, run_dir=str(this.parent)), Redis(), HistoryReader(this / "history"))
+    monitor.others = others
+    return Runs(monitor)
+
+
+def test_runs_beside_this_one_and_named_ones_are_listed_and_compared(tmp_path: Path) -> None:
+    this, beside = run(tmp_path / "runs" / "a"), run(tmp_path / "runs" / "b")
+    same, alone = run(tmp_path / "old" / "b"), run(tmp_path / "c")
+    (tmp_path / "runs" / "no run").mkdir()
+    known = runs(this, tmp_path / "old", alone, this)
+    assert set(known.found().values()) == {this, beside, same, alone}
+    assert len(known.found()) == 4
+    lines = {line.name: line for line in known.lines()}
+    assert (lines["a"].is_this, lines["a"].step, lines["a"].version, lines["c"].is_this) == (True, 2, 1, False)
+    [loss] = [chart for chart in known.compared(["a", "c", "../../etc"]) if chart.key == "loss"]
+    assert [each.name for each in loss.lines] == ["a", "c"]
+    assert known.compared(["nobody"]) == []
+
+
+def test_the_table_keeps_no_steps_and_follows_its_files(tmp_path: Path) -> None:
+    this, other = run(tmp_path / "a"), run(tmp_path / "b")
+    names = [run(tmp_path / f"c{at:02}").name for at in range(20)]
+    known = runs(this)
+    first = {line.name: line for line in known.lines()}
+    assert not known._curves, "every step of every run would be held"
+    assert {line.name: line for line in known.lines()} == first
+    with (other / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 3, "version": 2, "at": 30.0, "train/loss": 0.1}\n')
+    assert {line.name: line.step for line in known.lines()} == {**{name: 2 for name in first}, "b": 3}
+    for name in names:
+        assert known.compared([name])
+    assert len(known._curves) == 16
+
+
+def test_a_directory_of_runs_shows_its_newest_wherever_it_was_moved(tmp_path: Path) -> None:
+    run(tmp_path / "old")
+    new = run(tmp_path / "new")
+    (new / "broker").mkdir()
+    (new / "config.resolved.yaml").write_text("run: first\nrun_dir: /elsewhere\n")
+    os.utime(tmp_path / "old" / "metrics.jsonl", (1, 1))
+    config = chosen_run(Config(), [tmp_path])
+    assert (config.run, config.run_dir) == ("new", str(tmp_path.resolve()))
+    assert config.broker.embedded_dir == str(new.resolve() / "broker")
+    assert chosen_run(Config(), [tmp_path / "old"]).run == "old"
+    with pytest.raises(ConfigError, match="no run and holds none"):
+        chosen_run(Config(), [tmp_path / "new", tmp_path / "nowhere"])
+
+
+def test_a_name_that_is_no_unicode_breaks_no_page(tmp_path: Path) -> None:
+    this = run(tmp_path / "a")
+    odd = run(Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff")))
+    known = runs(this)
+    assert known.found() == {"a": this, "b\ufffd": odd}
+    [loss] = known.compared(["b\ufffd"])
+    assert loss.lines[0].values == [0.5, 0.25]
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    this = run(tmp_path / "a")
+    (tmp_path / "b").symlink_to("x" * 300)  # any error but "not found"
+    (tmp_path / "c" / "metrics.jsonl").mkdir(parents=True)
+    assert set(runs(this).found()) == {"a"}
+    assert [line.step for line in runs(this).lines()] == [2]
+    assert [one.name for one in runs_in(tmp_path)] == ["a"]
