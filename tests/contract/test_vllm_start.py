@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import threading
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from typing import Any
 import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
-from structlog.testing import capture_logs
 
 from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
 from sluice.pipeline.errors import ConfigError, EngineError, ModelError, SluiceError
@@ -95,15 +95,12 @@ async def test_a_vllm_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("fate", "event"),
-    [(signal.SIGSTOP, "vLLM hung at startup"), (signal.SIGSEGV, "vLLM's core died at startup")],
+    ("fate", "says"),
+    [(signal.SIGSTOP, "made no progress for 4 s at startup"), (signal.SIGSEGV, "its core gave no reason")],
     ids=["stalls", "dies"],
 )
-def test_a_forked_core_that_does_not_start_is_replaced_by_a_spawned_one(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, fate: signal.Signals, event: str
-) -> None:
-    """vLLM waits for its core without a deadline; a forked one may inherit a lock that nobody releases."""
-    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+def test_a_core_that_does_not_start_is_ended_and_named(model_dir: Path, fate: signal.Signals, says: str) -> None:
+    """vLLM itself waits for its core without a deadline."""
     before, log, over = cores(), EngineLog(), threading.Event()
 
     def hit_the_first() -> None:
@@ -112,24 +109,45 @@ def test_a_forked_core_that_does_not_start_is_replaced_by_a_spawned_one(
                 os.kill(core.pid, fate)
                 return
 
-    stopper = threading.Thread(target=hit_the_first)
-    stopper.start()
-
-    async def start() -> str:
+    async def start() -> None:
         model, options = ModelConfig(path=str(model_dir)), vllm_options()
-        engine = start_engine(model, options, 6, RepeatTerminateConfig(enabled=False), 1, log, stall_s=4.0)
-        (core,) = cores() - before
-        engine.llm.shutdown(timeout=5)
-        await asyncio.to_thread(core.join, 120)
-        return type(core).__name__
+        start_engine(model, options, 6, RepeatTerminateConfig(enabled=False), 1, log, stall_s=4.0)
 
+    hitter = threading.Thread(target=hit_the_first)
+    hitter.start()
     try:
-        with capture_logs() as logs:
-            assert asyncio.run(start()) == "SpawnProcess"
+        with pytest.raises(EngineError, match=says):
+            asyncio.run(start())
     finally:
         over.set()
-        stopper.join()
+        hitter.join()
         log.close()
-    seen = [entry for entry in logs if entry["event"] == event]
-    assert [entry["start_method"] for entry in seen] == ["fork"]
     assert cores() <= before
+
+
+SCRIPT = """
+from sluice.workers.engine import GenerationEngine, ModelLoadConfig
+from tests.contract.vllm_fixtures import vllm_options
+
+def main():
+    with GenerationEngine(ModelLoadConfig(model_name_or_path="MODEL"), backend="vllm", vllm=vllm_options()):
+        print("started")
+"""
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_script_with_a_guard_starts_an_engine_and_one_without_is_told(
+    model_dir: Path, tmp_path: Path, guarded: bool
+) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        SCRIPT.replace("MODEL", str(model_dir)) + ('if __name__ == "__main__":\n    ' * guarded) + "main()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, env=env)
+    if guarded:
+        assert ended.stdout == "started\n"
+    else:
+        assert ended.returncode == 1
+        last = ended.stderr.strip().splitlines()[-1]
+        assert "did not start: ConfigError: start the engine under `if __name__ == '__main__':`" in last

@@ -1,8 +1,8 @@
 """Environment variables for starting vLLM; the user's own values are kept.
 
 - They apply while the engine starts and are restored afterwards: vLLM sets some that must not reach other children.
-- The core process is forked unless something forbids it: a fork starts in seconds with all imports done. If it then
-  stalls, the core is spawned.
+- The core process is spawned, as by vLLM's own server. A fork would start some 8 s sooner, but a fork of a process with
+  threads may inherit a lock that nobody releases, spin, or die of a segmentation fault; all three were seen.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 OWNER = "SLUICE_VLLM_OWNER"
 """Environment variable for the core: "process id of the owner:folder of its log".
 
@@ -28,6 +27,7 @@ def engine_environment(log_folder: Path) -> Iterator[None]:
     for name, value in (
         ("VLLM_NO_USAGE_STATS", "1"),
         ("VLLM_LOGGING_LEVEL", "ERROR"),
+        ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
         ("VLLM_USE_V2_MODEL_RUNNER", "0"),  # its logits processors have a different interface from ours
     ):
         os.environ.setdefault(name, value)
@@ -45,11 +45,3 @@ def prepare_cpu(torch_threads: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(torch_threads))
     # The model then runs in the core process instead of a third one.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
-
-def start_methods(chosen: str | None) -> tuple[str, ...]:
-    """Start methods for the core, in order; `chosen` is the user's.
-
-    A forked core starts in seconds but may inherit a lock held by a thread of this process; `spawn` can't.
-    """
-    return (chosen,) if chosen else ("fork", "spawn")

@@ -2,24 +2,22 @@
 
 - vLLM logs errors to stderr and everything to a file, where the cause of a dead core is found.
 - vLLM waits for its core without a deadline. A start may take any time (a large model loads for minutes), so the
-  criterion is a stall: the new processes neither compute nor read for `limit_s`. Seen in practice when the core is
-  forked from a process with threads: it inherits a lock that will never be released, or dies of a segmentation fault.
+  criterion is a stall: for `limit_s` the new processes neither compute nor read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import logging
+import multiprocessing
 import os
 import re
 import shutil
-import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +31,7 @@ from sluice.pipeline.errors import ConfigError, EngineError, ModelError
 from sluice.pipeline.logs import get_logger
 from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.engine.vllm.checkpoint import Checkpoint
-from sluice.workers.engine.vllm.environment import START_METHOD, engine_environment, prepare_cpu, start_methods
+from sluice.workers.engine.vllm.environment import OWNER, engine_environment, prepare_cpu
 from sluice.workers.engine.vllm.vision import Vision
 from sluice.workers.guard.rules import GuardRules, check_end
 from sluice.workers.guard.vllm_runners import check_interfaces
@@ -45,10 +43,12 @@ _SYMPTOMS = {"EngineDeadError", "CancelledError"}
 _MAX_BYTES = 1 << 20
 STANDSTILL_S = 60.0
 _LOOK_S = 0.5
-_IDLE_CPU_S = 0.05
-"""What a process may use between two looks and still stand still: timers of libraries wake up now and then."""
-_DUMP_S = 1.0
-_DUMP = signal.SIGUSR2
+_IDLE_SHARE = 0.01
+"""Of a core; what stands still may use that much: timers of libraries wake up now and then."""
+
+
+def log_file(folder: Path) -> Path:
+    return folder / "engine.log"
 
 
 class EngineLog:
@@ -56,7 +56,7 @@ class EngineLog:
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="sluice-vllm-"))
-        self._file = self._folder / "engine.log"
+        self._file = log_file(self._folder)
 
     @property
     def folder(self) -> Path:
@@ -109,10 +109,8 @@ class StartWatch:
     After the `with`, `stalled` says what was observed, or is None.
     """
 
-    def __init__(self, folder: Path, limit_s: float = STANDSTILL_S) -> None:
-        """`folder` receives the stacks of a stalled forked core."""
+    def __init__(self, limit_s: float = STANDSTILL_S) -> None:
         self._limit_s = limit_s
-        self._stacks = folder / "stacks.txt"
         self._before: set[int] = set()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sluice-vllm-start", daemon=True)
@@ -120,9 +118,6 @@ class StartWatch:
 
     def __enter__(self) -> StartWatch:
         self._before = {process.pid for process in _descendants()}
-        # A forked core inherits the handler with its open file.
-        self._file = self._stacks.open("w+")
-        faulthandler.register(_DUMP, self._file, all_threads=True)
         self._thread.start()
         return self
 
@@ -131,8 +126,6 @@ class StartWatch:
     ) -> None:
         self._over.set()
         self._thread.join()
-        faulthandler.unregister(_DUMP)
-        self._file.close()
 
     def _watch(self) -> None:
         """Runs in a separate thread: the caller's is blocked in vLLM."""
@@ -141,29 +134,17 @@ class StartWatch:
             new = [process for process in _descendants() if process.pid not in self._before]
             now = sum(_work(process) for process in new)
             # Less than before: a process ended, which is progress too.
-            if not new or now > work + _IDLE_CPU_S or now < work:
+            if not new or now < work or now - work > _IDLE_SHARE * self._limit_s:
                 work, moved_at = now, time.monotonic()
             elif time.monotonic() - moved_at > self._limit_s:
                 self._end(new)
                 return
 
     def _end(self, processes: list[psutil.Process]) -> None:
-        self._dump(processes)
-        seen = self._stacks.read_text(errors="replace").strip()
-        self.stalled = f"its core made no progress for {self._limit_s:g} s at startup" + (f":\n{seen}" if seen else "")
+        self.stalled = f"its core made no progress for {self._limit_s:g} s at startup"
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-
-    def _dump(self, processes: list[psutil.Process]) -> None:
-        """Dump the stacks of those that inherited the handler; the others are killed without."""
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, _DUMP)
-        end = time.monotonic() + _DUMP_S
-        while time.monotonic() < end and not self._over.wait(0.05):
-            if self._stacks.stat().st_size:
-                end = min(end, time.monotonic() + 0.2)
 
 
 def _descendants() -> Iterator[psutil.Process]:
@@ -171,10 +152,10 @@ def _descendants() -> Iterator[psutil.Process]:
 
 
 def _work(process: psutil.Process) -> float:
-    """Seconds of CPU time, plus one second per gigabyte read; 0 for a process that is gone."""
+    """Seconds of CPU time, plus one second per 100 MB read; 0 for a process that is gone."""
     try:
         times = process.cpu_times()
-        return times.user + times.system + process.io_counters().read_chars / 1e9
+        return times.user + times.system + process.io_counters().read_chars / 1e8
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return 0.0
 
@@ -205,6 +186,7 @@ def start_engine(
     Raises ModelError, ConfigError, or EngineError if the core died without saying why, stalled for `stall_s`, or can't
     load the guard.
     """
+    _refuse_in_core()
     check_directory(model.path)
     if model.attn_implementation is not None:
         raise ConfigError("model.attn_implementation is for the hf backend; use worker.vllm.extra.attention_backend")
@@ -212,7 +194,6 @@ def start_engine(
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     checkpoint = Checkpoint(model)
     guard = GuardRules.of(repeat_terminate, tokenizer) if repeat_terminate.enabled else None
-    chosen = os.environ.get(START_METHOD)
     with engine_environment(log.folder):
         from vllm.platforms import current_platform
 
@@ -232,33 +213,36 @@ def start_engine(
             ) from error
         if guard is not None:
             check_end(model.path, _end_token_ids(config.model_config, tokenizer))
-        llm = _start_core(model.path, config, start_methods(chosen), log, stall_s)
+        llm = _start_core(model.path, config, log, stall_s)
         vision = _taken(model, config, vision)
         facts = _facts(model, config, tokenizer, supports_vlm=vision is not None, guarded=guard is not None)
         return StartedEngine(llm, tokenizer, facts, checkpoint, vision, guard)
 
 
-def _start_core(path: str, config: Any, methods: Sequence[str], log: EngineLog, stall_s: float) -> Any:
-    """The `AsyncLLM`, by the first of the `methods` under which its core neither stalls nor dies without a cause."""
+def _refuse_in_core() -> None:
+    """Raises ConfigError in a core: it imports its owner's script again, which starts engines unless it has a guard."""
+    owner, _, folder = os.environ.get(OWNER, "").partition(":")
+    if owner != str(os.getppid()) or multiprocessing.current_process().name == "MainProcess":
+        return
+    problem = (
+        "start the engine under `if __name__ == '__main__':`; vLLM's core is a new process that imports your script"
+    )
+    log_file(Path(folder)).write_text(f"{ConfigError.__name__}: {problem}\n")  # the owner finds the cause there
+    raise ConfigError(problem)
+
+
+def _start_core(path: str, config: Any, log: EngineLog, stall_s: float) -> Any:
+    """The `AsyncLLM`, once its core is ready."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    failed: Exception | None = None
-    seen = ""
-    for method in methods:
-        os.environ[START_METHOD] = method
-        with StartWatch(log.folder, stall_s) as watch:
-            try:
-                return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-            except (RuntimeError, ValueError, OSError, TimeoutError) as error:
-                failed = error
-        if watch.stalled is not None:
-            seen = watch.stalled
-            get_logger().warning("vLLM hung at startup", model=path, start_method=method, seen=seen)
-        elif log.last_cause() is None and method != methods[-1]:  # e.g. a segmentation fault
-            get_logger().warning("vLLM's core died at startup", model=path, start_method=method, seen=str(failed))
-        else:
-            raise _start_error(path, failed, log) from failed
-    raise EngineError(f"{path}: vLLM did not start: {seen}") from failed
+    with StartWatch(stall_s) as watch:
+        try:
+            return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        except (RuntimeError, ValueError, OSError, TimeoutError) as error:
+            failed = error
+    if watch.stalled is not None:
+        raise EngineError(f"{path}: vLLM did not start: {watch.stalled}") from failed
+    raise _start_error(path, failed, log) from failed
 
 
 def _taken(model: ModelConfig, config: Any, vision: Vision | None) -> Vision | None:
