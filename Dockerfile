@@ -10,7 +10,7 @@ FROM base AS build
 ARG TORCH_INDEX_URL=
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* \
  && python -m venv /opt/venv
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY requirements requirements
 COPY sluice sluice
 COPY configs configs

@@ -92,7 +92,7 @@ _EXPLAINED = {
     "worker": "[queue.md](queue.md#leases), [tuning.md](tuning.md#workers)",
     "images": "[engine.md](engine.md#images), [security.md](security.md#files-and-addresses)",
     "consumer": "[tuning.md](tuning.md#consumers)",
-    "rollout_matching": "[README](../README.md#five-minute-tour)",
+    "rollout_matching": "[tasks.md](tasks.md)",
     "rollout_matching.repeat_terminate": "[repeat-termination.md](repeat-termination.md)",
     "trainer": "[tuning.md](tuning.md#the-trainer), [training-distributed.md](training-distributed.md)",
     "policy": "[policy.md](policy.md)",

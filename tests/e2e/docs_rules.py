@@ -10,7 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-How = Literal["parsed", "dry run", "make", "compose", "stock vllm", "interrupted", "example"]
+from tests.e2e.docs_pages import ROOT
+
+How = Literal["parsed", "dry run", "make", "compose", "stock vllm", "interrupted", "example", "collected"]
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,14 @@ ELSEWHERE = (
     Rule(r"^python my_environment.py", "parsed", "tests/integration/gateway/test_environment.py plays it"),
     Rule("", "parsed", "made from --help, of which tests/unit/pipeline/test_cli_help.py parses all", "docs/cli.md"),
     Rule(r"^python scripts/reference.py ", "parsed", "tests/unit/test_docs_links.py asks it for every page"),
-    Rule(r"^make (demo|test)$", "make", "installs and runs for minutes; the Makefile has the target"),
+    Rule(r"^make [a-z0-9-]+( [A-Z]+=\S+)*$", "make", "installs and runs for minutes; the Makefile has the target"),
+    Rule(r"^\.venv/bin/python -m pytest ", "collected", "the tests that it names are found, and run by themselves"),
     Rule(r"^docker compose ", "compose", "no container engine; its profiles and services are in docker-compose.yml"),
     Rule(r"\bvllm serve ", "stock vllm", "tests/e2e/test_guard_stock_vllm.py does; the processor's name is imported"),
     Rule(r" --backend vllm ", "parsed", "20 s for a start; tests/contract run generation with vLLM"),
     Rule(r"^sluice bench ", "parsed", "minutes"),
     Rule(r"^sluice demo", "parsed", "minutes"),
     Rule(r"^sluice audit \.sluice/demo/", "parsed", "of a demo's run; other pages audit one that is there"),
-    Rule(r"^sluice run -c configs/agents.yaml ", "dry run", "run on docs/remote-rollouts.md", "README.md"),
     Rule(r"trainer.external=true|examples/custom_trainer.py", "example", "tests/e2e/test_custom_trainer.py runs both"),
     Rule(r"tool_server_url=", "dry run", "needs an MCP server, which tests/integration/rollout has"),
     Rule(r"^sluice run -c configs/agents.yaml ", "interrupted", "its servers are asked while it runs; then Ctrl-C"),
@@ -48,6 +50,7 @@ ELSEWHERE = (
 
 SUBSTITUTES = (
     (r"redis://:password@host:6379/0", "{broker}"),
+    (r"<URL of this repository>", str(ROOT)),
     (r"\bCONFIG\.yaml\b", "my.yaml"),
     (r"\bNAME\b", "rewards"),
     (r"(?<=dlq show )'\{text\}:6f…:0'", "{letter}"),
@@ -59,7 +62,7 @@ SUBSTITUTES = (
 )
 """What stands for something of yours, and what it is in the workspace."""
 
-SHELL = ("export", "cp", "curl", "echo", "head", "ls", "cat", "tail")
+SHELL = ("export", "cp", "git", "curl", "echo", "head", "ls", "cat", "tail")
 """Other programs that are run, in bash."""
 
 STAYS = {

@@ -60,6 +60,7 @@ class Runner:
             "stock vllm": self._stock_vllm,
             "interrupted": self._begin,
             "example": self._example,
+            "collected": self._collect,
         }
 
     def run(self, command: Command) -> None:
@@ -214,8 +215,18 @@ class Runner:
         self.in_process([*shlex.split(text)[1:], "--dry-run"])
 
     def _make(self, text: str) -> None:
-        target = text.split()[1]
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        target, *settings = text.split()[1:]
+        makefile = (ROOT / "Makefile").read_text()
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{text}: the Makefile has no such target"
+        for setting in settings:
+            name, _, value = setting.partition("=")
+            assert re.search(rf"^{name} \?=", makefile, re.MULTILINE), f"{text}: the Makefile has no such variable"
+            assert name != "TESTS" or (ROOT / value).exists(), text
+
+    def _collect(self, text: str) -> None:
+        words = [sys.executable, *shlex.split(text)[1:], "--collect-only", "-p", "no:cacheprovider"]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=_DEADLINE_S)
+        assert done.returncode == 0, f"{text}: finds no test\n{done.stdout}{done.stderr}"
 
     def _compose(self, text: str) -> None:
         services: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]

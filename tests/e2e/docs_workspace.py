@@ -80,7 +80,7 @@ class Workspace:
         (self.directory / "docs").mkdir()
         for page in DOCS.glob("*.*"):
             shutil.copy(page, self.directory / "docs")
-        for page in DOCS.glob("*.md"):
+        for page in (ROOT / "README.md", *DOCS.glob("*.md")):
             for name, code in _FILE.findall(page.read_text()):
                 (self.directory / name).write_text(code)
         self._rows("prompts.jsonl", text_rows(6))

@@ -219,6 +219,16 @@ def test_images_are_pinned_all_together_or_not_at_all(tmp_path: Path, capsys: py
     assert yaml.safe_load((tmp_path / "docker-compose.yml").read_text())["services"]["redis"]["image"].count(":") == 2
 
 
+def test_what_the_package_is_built_from_reaches_the_image() -> None:
+    """The files that pyproject.toml names are in the context of the build, and copied with it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {project["readme"], *project["license-files"]}
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    copied = re.findall(r"^COPY (pyproject.toml .*) \./$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert {f"!{name}" for name in named} <= set(allowed)
+    assert named <= {name for line in copied for name in line.split()}
+
+
 def test_images_run_unprivileged() -> None:
     stages = re.split(r"^FROM ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)[1:]
     final = {re.findall(r"AS (\S+)", stage)[0]: stage for stage in stages}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +20,9 @@ import sluice
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("pipeline", "workers", "producers", "consumers", "demo", "bench")
+APACHE_2 = (
+    "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"  # sha256 of apache.org/licenses/LICENSE-2.0.txt
+)
 
 
 def run(command: Sequence[str | Path], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -98,6 +103,48 @@ def test_one_name_is_installed_with_all_that_belongs_to_it(installed: Path) -> N
     missing = [path for path in tracked if (ROOT / path).is_file() and not (installed / "sluice" / path).is_file()]
     assert missing == []
     assert (installed / "sluice/py.typed").is_file()
+
+
+def test_the_licence_and_those_of_others_come_along(installed: Path) -> None:
+    """In the source distribution and in the wheel, whose metadata name the licence."""
+    (source,) = (installed.parent / "source").iterdir()
+    (info,) = installed.glob("*.dist-info")
+    for name in ("LICENSE", "NOTICE"):
+        text = (ROOT / name).read_text()
+        assert (source / name).read_text() == text
+        assert (info / "licenses" / name).read_text() == text
+    metadata = (info / "METADATA").read_text().splitlines()
+    assert {"License-Expression: Apache-2.0", "License-File: LICENSE", "License-File: NOTICE"} <= set(metadata)
+    assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == APACHE_2
+    for page in ("CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"):
+        assert (source / page).is_file()
+
+
+VENDORED = (
+    ("consumers/dashboard/static/htmx.min.js", 'version:"2.0.11"', "htmx 2.0.11"),
+    ("consumers/dashboard/static/uplot.min.js", "uPlot (v1.6.32)", "uPlot 1.6.32"),
+    ("producers/http/static/swagger-ui-bundle.js", 'PACKAGE_VERSION:"5.35.0"', "swagger-ui 5.35.0"),
+)
+LICENCES = (
+    "consumers/dashboard/static/NOTICE",
+    "producers/http/static/swagger-ui.LICENSE",
+    "producers/http/static/swagger-ui.NOTICE",
+    "producers/http/static/swagger-ui-bundle.js.LICENSE.txt",
+)
+
+
+def test_what_others_wrote_is_in_the_notice(installed: Path) -> None:
+    """Minified files and Swagger UI, with their versions; the texts of their licences are installed beside them."""
+    notice = (ROOT / "NOTICE").read_text()
+    others = [path for path in installed.rglob("static/*") if re.search(r"\.min\.|swagger-ui.*\.(js|css)$", path.name)]
+    assert len(others) == 6
+    for path in others:
+        assert path.name in notice
+        assert str(path.parent.relative_to(installed)) in notice
+    for name, inside, said in VENDORED:
+        assert inside in (installed / "sluice" / name).read_text()
+        assert said in notice
+    assert all((installed / "sluice" / name).read_text().strip() for name in LICENCES)
 
 
 SHADOWS = (*(f"{name}/__init__.py" for name in FOLDERS), "consumers.py", "redis.py", "msgspec.py", "logging.py")

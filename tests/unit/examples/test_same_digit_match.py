@@ -1,4 +1,4 @@
-"""The example works as the README says: named by import path, it changes what counts as a match."""
+"""The example works as docs/tasks.md says: named by import path, it changes what counts as a match."""
 
 from __future__ import annotations
 

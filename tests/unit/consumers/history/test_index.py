@@ -126,6 +126,17 @@ def test_what_was_pruned_is_gone_and_what_was_replaced_is_indexed_anew(tmp_path:
     assert "a" in names(index, "56")
 
 
+def test_a_deleted_index_is_made_again(tmp_path: Path) -> None:
+    """docs/concepts.md: `index.*` may be deleted while no dashboard runs."""
+    fill(tmp_path)
+    for _ in range(2):
+        made = HistoryIndex(tmp_path, decoder)
+        assert names(made, "answer") == ["d", "a"]
+        made.close()
+        deleted = [path.unlink() for path in tmp_path.glob("index.*")]
+        assert len(deleted) >= 2, "the index and its lock"
+
+
 def test_a_damaged_index_is_made_again(tmp_path: Path) -> None:
     fill(tmp_path)
     (tmp_path / NAME).write_bytes(b"not a database" * 100)
