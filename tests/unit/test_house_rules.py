@@ -99,7 +99,7 @@ def test_the_real_thing_is_tested() -> None:
 def test_no_text_contains(pattern: str, what: str) -> None:
     texts = dict(sources())
     top = [path for path in ROOT.glob("*.*") if path.name != ".git"]  # a file, where this is a second work tree
-    others = [*top, *ROOT.glob("Makefile"), *ROOT.glob("Dockerfile"), *ROOT.glob(".ci/*")]
+    others = [*top, *(ROOT / name for name in ("Makefile", "Dockerfile", "NOTICE")), *ROOT.glob(".ci/*")]
     for folder, ending in (("docs", "md"), ("configs", "yaml"), ("requirements", "txt"), ("pipeline", "lua")):
         others += (ROOT / folder).rglob(f"*.{ending}")
     texts |= {str(path.relative_to(ROOT)): path.read_text() for path in others if path.is_file()}
