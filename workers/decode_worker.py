@@ -20,12 +20,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -83,7 +81,7 @@ class DecodeWorker:
         hooks = Hooks(
             progress=self._backend.progress,
             is_busy=self._slots.full,
-            beat=self._beat,
+            beat=self._calls.beat,
             before_claim=self._update_weights,
             after_claim=lambda got: self._weights.saw(got.latest),
             each_turn=self._each_turn,
@@ -175,10 +173,6 @@ class DecodeWorker:
             status.fact(repeat_terminate="on")
         if facts.supports_vlm:
             status.fact(images_fetched=self._prompts.images_fetched, images_processed=self._backend.images_processed)
-
-    async def _beat(self) -> None:
-        self._role.status.fact(memory_bytes=resident_bytes())
-        await self._calls.beat()
 
     async def _ping(self, ctx: dict[Any, Any]) -> dict[str, Any]:
         """For `enqueue_job("ping")`: which worker answers, and with which weights."""
@@ -382,11 +376,3 @@ def _timings(claim: Claim, started: float) -> dict[str, float]:
         "decode_s": round(now - started, 4),
         "finished_at": now,
     }
-
-
-def resident_bytes() -> int | None:
-    """Of this process only; None where the system doesn't report it (no /proc)."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return None

@@ -121,6 +121,7 @@ async def run_dashboard(
         with contextlib.closing(socket_):
             await serve_on(socket_, app, stop=role.stop, grace_s=_GRACE_S, on_ready=ready)
     finally:
+        monitor.save()
         reader.close()
         monitor.index.close()
 

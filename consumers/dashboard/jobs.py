@@ -1,5 +1,6 @@
-"""Jobs: queued ones from the broker above finished ones from the history; and the page of one job.
+"""Jobs: over time, by worker and by duration; queued ones above finished ones; and the page of one job.
 
+    timeline ─▶ curves      snapshot ─▶ what each worker holds      index ─▶ how long they waited and took
 - The live table is bounded and refreshed while the page is open; finished jobs are paged by a cursor.
 - When the broker is away, only the live half is missing.
 - A job's page shows the answers of its group side by side, and the same prompt over versions.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -21,16 +22,19 @@ from typing import Any, Literal, NamedTuple
 from fastapi import APIRouter, Request, Response
 from redis.exceptions import RedisError
 
-from sluice.consumers.dashboard.formats import query
+from sluice.consumers.dashboard.formats import NOTHING, query
 from sluice.consumers.dashboard.monitor import Monitor, monitor_of
-from sluice.consumers.dashboard.overview import charts_json
+from sluice.consumers.dashboard.overview import Keeper, charts_json, points
 from sluice.consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, render
 from sluice.consumers.dashboard.sequences import truth_text
 from sluice.consumers.history.curves import Chart, line
-from sluice.consumers.history.index import Context, HistoryIndex
+from sluice.consumers.history.index import LEAST_S, Context, HistoryIndex
 from sluice.consumers.history.records import JobRow, Page, SequenceFilter, SequenceRow
-from sluice.pipeline.errors import BrokerError
+from sluice.pipeline.errors import BrokerError, DataError
 from sluice.pipeline.queue.live_jobs import JOB_STATES, JobEvent, LiveJob, LiveJobs, live_job, live_jobs
+from sluice.pipeline.status.descriptions import stall_text
+from sluice.pipeline.status.snapshot import Holder, Snapshot
+from sluice.pipeline.status.text import length
 
 FINISHED = "finished"
 ROWS = 50
@@ -58,6 +62,7 @@ async def jobs(request: Request) -> Response:
     wanted = {name: clean(asked.get(name, "")) for name in ("search", "state", "worker")}
     live, problem = await _live(monitor, wanted)
     values = {"wanted": wanted, "live": live, "problem": problem, "address": "/jobs?" + query(wanted)}
+    values |= {"bars": held_bars(monitor.newest), "axis": WIDTH}
     if request.headers.get("HX-Target") == "live":
         return render(request, "jobs_live.html.j2", **values)
     before, finished = asked.get("before", "")[:MOST_CURSOR], Page[JobRow]([])
@@ -74,9 +79,101 @@ async def jobs(request: Request) -> Response:
         answer.headers["HX-Push-Url"] = f"/jobs?{query({**wanted, 'before': before})}".rstrip("?")
     else:
         workers = sorted({row.worker for row in live.rows if row.worker} if live else ())
-        answer = render(request, "jobs.html.j2", **values, workers=workers)
+        charts = [(chart, points(chart.lines[0].values)) for chart in monitor.timeline.charts()]
+        lasted = await asyncio.to_thread(_lasted, monitor)
+        now = monitor.newest
+        blocked = [Keeper(stall, stall_text(now, stall)) for stall in now.stalls if stall.blocks]
+        parts = {"workers": workers, "charts": charts, "lasted": lasted, "blocked": blocked}
+        answer = render(request, "jobs.html.j2", **values, **parts)
     answer.headers["Vary"] = "HX-Target"
     return answer
+
+
+@router.get("/jobs-curves")
+async def jobs_curves(request: Request) -> Response:
+    """Jobs over time, as JSON; not below /jobs/, where any name may be a job's."""
+    return charts_json(monitor_of(request).timeline.charts())
+
+
+class HeldBar(NamedTuple):
+    """What one worker holds; widths are of WIDTH, the one that holds most has all of it."""
+
+    holder: Holder
+    first: float  # width of its first attempts
+    retried: float  # width of the others
+
+
+def held_bars(now: Snapshot) -> list[HeldBar]:
+    """One per worker that is alive or holds jobs, by name."""
+    held = {one.worker: one for one in now.holders}
+    held |= {row.name: Holder(worker=row.name) for row in now.alive("worker") if row.name not in held}
+    most = max((one.jobs for one in held.values()), default=0) or 1
+    return [
+        HeldBar(one, round((one.jobs - one.retried) / most * WIDTH, 1), round(one.retried / most * WIDTH, 1))
+        for _, one in sorted(held.items())
+    ]
+
+
+class Lasted(NamedTuple):
+    """One row of the distribution: sequences that waited and took so long; widths are of WIDTH."""
+
+    says: str
+    counts: tuple[int, int]
+    widths: tuple[float, float]
+
+
+class Distribution(NamedTuple):
+    """How long finished sequences waited in the queue, and took on a worker."""
+
+    rows: list[Lasted]
+    summary: str
+
+
+def _lasted(monitor: Monitor) -> Distribution | None:
+    try:
+        return distribution(monitor.index.durations())
+    except DataError:  # the page says elsewhere that the history can't be read
+        return None
+
+
+def distribution(found: Mapping[str, Mapping[int, int]]) -> Distribution | None:
+    """`found` as of HistoryIndex.durations; None if nothing has finished."""
+    waited, took = found.get("waited", {}), found.get("took", {})
+    numbers = [*waited, *took]
+    if not numbers:
+        return None
+    most = max(*waited.values(), *took.values())
+    rows = [
+        Lasted(_between(number), (a, b), (round(a / most * WIDTH, 1), round(b / most * WIDTH, 1)))
+        for number in range(min(numbers), max(numbers) + 1)
+        for a, b in [(waited.get(number, 0), took.get(number, 0))]
+    ]
+    half = [_most_of(counts, 0.5) for counts in (waited, took)]
+    tail = [_most_of(counts, 0.95) for counts in (waited, took)]
+    return Distribution(
+        rows,
+        f"Half of them waited less than {half[0]} and took less than {half[1]};"
+        f" 19 of 20 less than {tail[0]} and {tail[1]}.",
+    )
+
+
+def _between(number: int) -> str:
+    most = LEAST_S * 2**number
+    return f"under {_short(most)}" if number == 0 else f"{_short(most / 2)} – {_short(most)}"
+
+
+def _most_of(counts: Mapping[int, int], share: float) -> str:
+    """The time below which this share of them is, rounded up to the end of a row."""
+    total, seen = sum(counts.values()), 0
+    for number in sorted(counts):
+        seen += counts[number]
+        if seen >= share * total:
+            return _short(LEAST_S * 2**number)
+    return NOTHING
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 10 else length(seconds)
 
 
 @router.get("/jobs/{job_id:path}")

@@ -18,7 +18,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -27,6 +27,7 @@ from fastapi import Request
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from sluice.consumers.dashboard.timeline import Timeline
 from sluice.consumers.history.curves import RunCurves
 from sluice.consumers.history.files import history_directory
 from sluice.consumers.history.index import HistoryIndex
@@ -40,7 +41,7 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.status.diagnosis import Verdict, verdict
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.rates import Rates
-from sluice.pipeline.status.snapshot import Process, Snapshot
+from sluice.pipeline.status.snapshot import Snapshot
 from sluice.pipeline.status.stages import Stage, stages
 from sluice.pipeline.wire.keys import Keys
 
@@ -49,7 +50,6 @@ _INSPECT_S = 3.0
 _ASK_S = 5.0
 _AWAY = "the broker does not answer"
 T = TypeVar("T")
-_WINDOW = 16  # heartbeats
 _APART_S = 5.0  # between the two snapshots of the verdict
 _INDEX_S, _REST_S = 0.02, 0.03  # while the index is behind
 _TIMED, _TIMES_EVERY_S = 100, 3.0  # sequences
@@ -96,10 +96,11 @@ class Monitor:
 
     def __init__(self, config: Config, client: Redis, reader: HistoryReader) -> None:
         self.config, self.client, self.keys = config, client, Keys(config.run)
-        self.reader, self.rates, self.process_rates = reader, Rates(), ProcessRates()
+        self.reader, self.rates = reader, Rates()
         self.directory, self.run_config = Path(config.run_dir) / config.run, RunConfig(config)
         self.index = HistoryIndex(history_directory(config), self._prompt_decoder)
         self.curves = RunCurves(self.directory, self.index)
+        self.timeline = Timeline(history_directory(config))
         self.others: Sequence[Path] = ()  # directories of more runs to compare with
         self.times: list[tuple[str, float]] = []  # mean seconds of a sequence by what they were spent on
         self._timed_at = -math.inf
@@ -118,7 +119,8 @@ class Monitor:
             async with asyncio.timeout(_INSPECT_S):
                 self.newest = await inspect(self.client, self.keys, self.config.consumer.count)
             self.rates.add(self.newest)
-            self.process_rates.add(self.newest.processes)
+            if self.stored_at is None:
+                self.timeline.add(self.newest)
             self._looks.append(self.newest)
             while len(self._looks) > 2 and self.newest.at - self._looks[1].at >= _APART_S:
                 self._looks.popleft()
@@ -151,6 +153,8 @@ class Monitor:
         while True:
             await asyncio.to_thread(self.read_files)
             await self.refresh()
+            if self.index.is_writer and (data := self.timeline.taken()) is not None:
+                await asyncio.to_thread(self.timeline.save, data)
             await asyncio.sleep(EVERY_S)
 
     async def keep_index(self) -> None:
@@ -180,6 +184,11 @@ class Monitor:
         if not self.closing.is_set():
             await self._next.wait()
 
+    def save(self) -> None:
+        """Keep the timeline to its end. Blocking; never raises."""
+        if self.index.is_writer and self.stored_at is None:
+            self.timeline.save(self.timeline.encoded())
+
     def close(self) -> None:
         """End all streams."""
         self.closing.set()
@@ -200,27 +209,3 @@ class Monitor:
 
 def monitor_of(request: Request) -> Monitor:
     return request.app.state.monitor
-
-
-class ProcessRates:
-    """`add` every snapshot; a restarted worker starts over."""
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[str, int], deque[tuple[float, int]]] = {}
-
-    def add(self, rows: Iterable[Process]) -> None:
-        """Add the newest snapshot's processes; forget those that are gone."""
-        counted = {(row.name, row.pid): row for row in rows if row.is_alive and row.facts.get("tokens") is not None}
-        self._seen = {key: self._seen.get(key, deque(maxlen=_WINDOW)) for key in counted}
-        for key, row in counted.items():
-            beats = self._seen[key]
-            if not beats or row.at > beats[-1][0]:
-                beats.append((row.at, row.facts["tokens"]))
-
-    def tokens_per_s(self, row: Process) -> float | None:
-        """None if the process doesn't count tokens, or was seen only once."""
-        beats = self._seen.get((row.name, row.pid), ())
-        if len(beats) < 2:
-            return None
-        (first_at, first), (last_at, last) = beats[0], beats[-1]
-        return (last - first) / (last_at - first_at)

@@ -1,4 +1,4 @@
-"""Every process of the run: alive or not, what it waits for, and its facts.
+"""Every process of the run over time: when it lived, worked, waited (and for what) and died; its speed, CPU, memory.
 
 Also the page of the published weight versions: size, whether they are still on disk, and which workers have them.
 """
@@ -7,39 +7,51 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from fastapi import APIRouter, Request, Response
 
 from sluice.consumers.dashboard.monitor import Monitor, monitor_of
-from sluice.consumers.dashboard.overview import Part, charts_json, points, stacked
+from sluice.consumers.dashboard.overview import Keeper, Part, charts_json, points, stacked
 from sluice.consumers.dashboard.render import live, render
+from sluice.consumers.dashboard.timeline import HEIGHT, MOODS, STATES, UNITS, WIDTH, Track, state_of
 from sluice.consumers.history.curves import Chart, line
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.roles import position
-from sluice.pipeline.status.snapshot import Process
-from sluice.pipeline.status.text import wait_text
+from sluice.pipeline.status.descriptions import stall_text
+from sluice.pipeline.status.snapshot import Holder, Process
+from sluice.pipeline.status.text import counted, wait_text
 from sluice.pipeline.wire.messages import WeightVersion, decode
 
 router = APIRouter()
-_IN_COLUMNS = {"owner", "engine", "repeat_terminate", "version", "running", "tokens", "memory_bytes", "url", "metrics"}
-_CLASSES = {"working": "calm", "waiting": "", "failed": "bad", "silent": "bad"}
+_IN_COLUMNS = {
+    "owner", "engine", "repeat_terminate", "version", "running", "tokens", "memory_bytes", "cpu_ms", "url", "metrics",
+}  # fmt: skip
+_CLASSES = {"working": "calm", "waiting": "", "failed": "bad", "silent": "bad", "ended": "", "died": "bad"}
+_ENDED = {"": "ended", "cleanly": "ended", "failed": "failed", "silent": "died"}
+_SHARES = 3  # states named per process
 _SHOWN = 24
 _DIGEST = b":digest"
 
 
 class Line(NamedTuple):
-    """One row of the process table."""
+    """One process; `row` is None for one that ended, `track` for one that was not seen yet."""
 
-    row: Process
+    name: str
+    role: str
+    row: Process | None
+    track: Track | None
     state: str
-    wait: str  # what it waits for, empty if it doesn't
+    says: str  # what it waits for or why it ended
     css: str
-    guard: str
-    tokens_per_s: float | None
-    facts: dict[str, Any]  # those without a column
+    shares: str
+    holds: str
+    restarts: int
+    unit: str  # of its rate
+    facts: dict[str, Any]  # those that are not shown elsewhere
 
 
 @router.get("/workers")
@@ -49,34 +61,65 @@ async def workers(request: Request) -> Response:
 
 
 def _parts(monitor: Monitor) -> dict[str, Any]:
-    rows = sorted(monitor.newest.processes, key=lambda row: (position(row.role), row.name))
-    lines = [_line(monitor, row) for row in rows]
+    now, tracks, bins = monitor.newest, monitor.timeline.tracks(), monitor.timeline.sitting()
+    rows = {row.name: row for row in now.processes}
+    names = [*rows, *(name for name, track in tracks.items() if name not in rows and track.lives)]
+    held = {one.worker: one for one in now.holders}
+    lines = [_line(name, rows.get(name), tracks.get(name), held.get(name)) for name in names]
+    lines.sort(key=lambda line: (position(line.role), line.name))
     return {
-        "workers": [line for line in lines if line.row.role == "worker"],
-        "others": [line for line in lines if line.row.role != "worker"],
-        "alive": sum(line.state in ("working", "waiting") for line in lines),
+        "lines": lines,
+        "states": Counter(line.state for line in lines),
+        "classes": _CLASSES,
+        "moods": MOODS,
+        "axis": (bins[0].at, max(bins[-1].until, bins[0].at + 1.0)) if bins else None,
+        "wide": WIDTH,
+        "high": HEIGHT,
+        "blocked": [Keeper(stall, stall_text(now, stall)) for stall in now.stalls if stall.blocks],
     }
 
 
-def _line(monitor: Monitor, row: Process) -> Line:
-    state = _state(row)
+def _line(name: str, row: Process | None, track: Track | None, held: Holder | None) -> Line:
+    life = track.lives[-1] if track and track.lives else None
+    role = row.role if row else life.role if life else ""
+    if row is not None:
+        state = state_of(row)
+        state = state if state in _CLASSES else "waiting"
+        says = "" if row.wait is None or state != "waiting" else wait_text(row.wait)
+        if row.error:
+            says = f"{row.error_kind}: {row.error}"
+    else:
+        state, says = _ENDED[life.ended if life else ""], life.error if life else ""
+    facts = row.facts if row else {}
     return Line(
+        name=name,
+        role=role,
         row=row,
+        track=track,
         state=state,
-        wait="" if row.wait is None else wait_text(row.wait),
+        says=says,
         css=_CLASSES[state],
-        guard="on" if "repeat_terminate" in row.facts else "off",
-        tokens_per_s=monitor.process_rates.tokens_per_s(row),
-        facts={name: value for name, value in row.facts.items() if name not in _IN_COLUMNS},
+        shares=_shares(track),
+        holds=_holds(facts, held),
+        restarts=max(0, len(track.lives) - 1) if track else 0,
+        unit=UNITS.get(role, ""),
+        facts={name: value for name, value in facts.items() if name not in _IN_COLUMNS},
     )
 
 
-def _state(row: Process) -> str:
-    if row.ended_at is not None:
-        return "failed"
-    if not row.is_alive:
-        return "silent"
-    return "working" if row.wait is None else "waiting"
+def _shares(track: Track | None) -> str:
+    """What it did most of the time."""
+    some = [(state, share) for state, share in (track.shares if track else ())[:_SHARES] if share >= 0.005]
+    return ", ".join(f"{STATES.get(state, state.replace('_', ' '))} {share:.0%}" for state, share in some)
+
+
+def _holds(facts: Mapping[str, Any], held: Holder | None) -> str:
+    """Jobs and sequences that it has in hand."""
+    jobs = counted(held.jobs, "job") if held else ""
+    running, pending = facts.get("running"), facts.get("pending")
+    if running is not None:
+        return f"{jobs}, {running:,} running" if jobs else f"{running:,} running"
+    return f"{pending:,} for the next batch" if pending is not None else jobs
 
 
 live("workers", "workers_live.html.j2", _parts)

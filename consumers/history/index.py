@@ -2,7 +2,7 @@
 
     consumer-*.sqlite ─┐                                             ┌─▶ find: ordered rows for a page
                        ├─▶ HistoryIndex.catch_up ─▶ index.sqlite ────┼─▶ same_prompt: a prompt over versions
-    trainer.sqlite ────┘   (a portion at a time)                     └─▶ endings, steps: for curves
+    trainer.sqlite ────┘   (a portion at a time)                     └─▶ endings, steps, durations: for curves
 
 - Only the dashboard writes it, after the fact: recording a sequence costs the consumer nothing more. It can be deleted
   at any time; it's made again.
@@ -22,6 +22,7 @@ import sqlite3
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -40,8 +41,9 @@ from sluice.pipeline.wire.tokens import FloatArray, TokenArray
 
 NAME, LOCK = "index.sqlite", "index.lock"
 MOST_TEXT = 20_000
-_SCHEMA = 2
+_SCHEMA = 3
 _PORTION = 64  # sequences in one transaction
+LEAST_S, _BUCKETS = 0.125, 24  # of durations: up to 12 days
 _MOST_RATIO = 20.0
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _TABLES = """
@@ -60,6 +62,9 @@ create table prompts (id integer primary key, digest blob not null unique);
 create virtual table prompt_texts using fts5 (text, tokenize = 'unicode61 remove_diacritics 2');
 create virtual table answers using fts5 (text, tokenize = 'unicode61 remove_diacritics 2');
 create table loads (version integer primary key, behind_s real not null);
+create table durations (
+  file text not null, kind text not null, bucket integer not null, count integer not null,
+  primary key (file, kind, bucket)) without rowid;
 create table steps (
   step integer primary key, kl real not null, kl_tokens integer not null, lag real not null, lag_max integer not null,
   samples integer not null);
@@ -72,6 +77,10 @@ _STEP = (
     "insert into steps values (?, ?, ?, ?, ?, 1) on conflict (step) do update set kl = kl + excluded.kl,"
     " kl_tokens = kl_tokens + excluded.kl_tokens, lag = lag + excluded.lag, lag_max = max(lag_max, excluded.lag_max),"
     " samples = samples + 1"
+)
+_DURATION = (
+    "insert into durations values (?, ?, ?, ?) on conflict (file, kind, bucket) do update set"
+    " count = count + excluded.count"
 )
 _NEXT = (
     "select sequences.num, seq_id, job_id, sequences.at, state, finish_reason, worker, task, triggered, version_min,"
@@ -155,6 +164,11 @@ class HistoryIndex:
                 self._holds.close()
             self._db = self._holds = None
             self._files.close()
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process, of several that look at the run, writes beside its history."""
+        return self._holds is not None
 
     def catch_up(self, for_s: float = 0.05) -> int:
         """Index what is new, for about that long; how many sequences are left.
@@ -289,6 +303,18 @@ class HistoryIndex:
         with self._asking() as db:
             return dict(db.execute("select version, behind_s from loads order by version").fetchall())
 
+    def durations(self) -> dict[str, dict[int, int]]:
+        """How many sequences `waited` in the queue and `took` on a worker for how long: by number of `bucket`.
+
+        Of all that were ever indexed: those that were pruned still count.
+        """
+        with self._asking() as db:
+            found = db.execute("select kind, bucket, sum(count) from durations group by kind, bucket").fetchall()
+        counted: dict[str, dict[int, int]] = {}
+        for kind, number, count in found:
+            counted.setdefault(kind, {})[number] = count
+        return counted
+
     def rows(self, found: Sequence[Found]) -> list[tuple[Found, SequenceRow]]:
         """The rows of what was found, in its order; those pruned since are left out."""
         rows: list[tuple[Found, SequenceRow]] = []
@@ -408,6 +434,7 @@ class HistoryIndex:
         if name == TRAINER:
             db.execute("delete from steps")
         else:
+            db.execute("delete from durations where file = ?", [name])
             self._delete(db, "file = ?", [name])
 
     def _prune(self, db: sqlite3.Connection, name: str) -> None:
@@ -429,6 +456,7 @@ class HistoryIndex:
 
     def _sequences(self, db: sqlite3.Connection, name: str, done: int) -> tuple[int, int]:
         rows = self._files.ask(name, _NEXT, [done, _PORTION])
+        lasted = Counter[tuple[str, int]]()
         for num, seq_id, job_id, at, *shown, raw_row, raw_result in rows:
             try:
                 row = unpack(SequenceRow, raw_row)
@@ -443,6 +471,9 @@ class HistoryIndex:
                 db.execute(_LOAD, (row.version_max, behind_s))
             if text := (said.text or said.raw_text)[:MOST_TEXT]:
                 db.execute("insert into answers (rowid, text) values (?, ?)", (id, text))
+            if row.decode_s > 0:
+                lasted.update((("waited", bucket(row.queue_s)), ("took", bucket(row.decode_s))))
+        db.executemany(_DURATION, [(name, kind, number, count) for (kind, number), count in lasted.items()])
         return (rows[-1][0] if rows else done), len(rows)
 
     def _prompt(self, db: sqlite3.Connection, said: _Said) -> int:
@@ -545,6 +576,11 @@ def _connect(path: Path | None, *, write: bool) -> sqlite3.Connection:
 def _remove(name: str) -> None:
     for end in ("", "-wal", "-shm"):
         Path(name + end).unlink(missing_ok=True)
+
+
+def bucket(seconds: float) -> int:
+    """The number of the span of time that has it: from LEAST_S * 2 ** (number - 1) on, 0 for anything shorter."""
+    return 0 if seconds < LEAST_S else min(_BUCKETS, math.floor(math.log2(seconds / LEAST_S)) + 1)
 
 
 def match_text(text: str) -> str:

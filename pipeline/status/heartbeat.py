@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -32,8 +33,8 @@ _FORGET_EVERY_S = 600.0
 _LAST_S = 2.0  # a failed process doesn't wait longer to report its error
 _WORDS = 600  # characters
 _NUMBERS = frozenset((
-    "version", "refused_version", "running", "sequences", "tokens", "memory_bytes", "step", "samples", "handed",
-    "pending", "open_groups", "rollouts", "requests", "answered", "failed", "llm_calls", "scored",
+    "version", "refused_version", "running", "sequences", "tokens", "memory_bytes", "cpu_ms", "step", "samples",
+    "handed", "pending", "open_groups", "rollouts", "requests", "answered", "failed", "llm_calls", "scored",
 ))  # fmt: skip
 _WORDS_OF = frozenset(("owner", "engine", "repeat_terminate", "metrics", "url"))
 # A script that first frees memory may still write when the broker is full: a row replaces itself.
@@ -112,6 +113,7 @@ class StatusReporter:
         self.row.at = time.time()
         if (lost := lost_threads()) or "lost_threads" in self.row.facts:
             self.row.facts["lost_threads"] = lost
+        self.row.facts.update(memory_bytes=resident_bytes(), cpu_ms=int(1000 * time.process_time()))
         row = self.row
         if (since := retry.waits_for_room()) is not None:
             row = replace(row)
@@ -148,6 +150,14 @@ class StatusReporter:
         """Remove the row: this process ended cleanly."""
         with contextlib.suppress(ResponseError):  # the key has another type: there is no row
             await cast("Awaitable[int]", self._client.hdel(self._keys.processes, self.row.name))
+
+
+def resident_bytes() -> int | None:
+    """Of this process only; None where the system doesn't report it (no /proc)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _set_wait(row: Heartbeat, wait: Wait | None) -> None:

@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 
 from sluice.pipeline.broker.scripts.library import FAR_MS
 from sluice.pipeline.errors import MessageError
-from sluice.pipeline.status.snapshot import BrokerUse, Depth, Lag, Lease, Reading, Snapshot, snapshot
+from sluice.pipeline.status.snapshot import BrokerUse, Depth, Holder, Lag, Lease, Reading, Snapshot, snapshot
 from sluice.pipeline.status.stalls import stalls
 from sluice.pipeline.wire.codec import integer_or, shown
 from sluice.pipeline.wire.keys import BATCH_GROUP, RESULT_GROUP, SCORE_GROUP, Keys
@@ -32,6 +32,7 @@ async def inspect(client: Redis, keys: Keys, partitions: int) -> Snapshot:
     leases = await _look_at_queue(client, keys, now, read)
     now.leases = sorted(leases, key=lambda lease: -(lease.held_s or lease.age_s))[:_SHOWN]
     now.attempts = {str(key): count for key, count in sorted(Counter(lease.attempt for lease in leases).items())}
+    now.holders = _holders(leases)
     now.deaths = sum(lease.deaths for lease in leases)
     now.lag = await _look_at_streams(client, keys, partitions, now.at, read)
     now.broker, now.latest_at = await _look_at_broker(client, keys, now.latest_version, read)
@@ -95,6 +96,18 @@ def _lease(job_id: bytes, score: float, state: list[bytes | None], now_ms: float
         deaths=integer_or(shared, 0) + integer_or(deaths, 0),
         alone=alone is not None,
     )
+
+
+def _holders(leases: list[Lease]) -> list[Holder]:
+    found: dict[str, Holder] = {}
+    for lease in leases:
+        held = found.setdefault(lease.worker, Holder(worker=lease.worker))
+        held.jobs += 1
+        held.retried += lease.attempt > 1
+        held.sequences += lease.sequences
+        held.committed += lease.committed
+        held.oldest_s = max(held.oldest_s, lease.held_s or 0.0)
+    return sorted(found.values(), key=lambda held: held.worker)
 
 
 def _since(at_ms: bytes | None, now_ms: float) -> float | None:

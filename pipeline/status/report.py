@@ -32,7 +32,7 @@ from sluice.pipeline.wire.keys import Keys
 
 _WIDTH = 100
 _LEASES = 8  # lines
-_HIDDEN = {"owner", "metrics", "memory_bytes"}  # facts for other processes, or for the dashboard
+_HIDDEN = {"owner", "metrics", "memory_bytes", "cpu_ms"}  # facts for other processes, or for the dashboard
 
 
 def look(config: Config) -> Snapshot:

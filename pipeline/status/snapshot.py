@@ -48,6 +48,17 @@ class Lease(msgspec.Struct, kw_only=True):
     alone: bool
 
 
+class Holder(msgspec.Struct, kw_only=True):
+    """What one worker holds, of the first 1000 leases."""
+
+    worker: str
+    jobs: int = 0
+    retried: int = 0  # of these, second or later attempts
+    sequences: int = 0
+    committed: int = 0
+    oldest_s: float = 0.0  # since the first of them was claimed
+
+
 class Lag(msgspec.Struct, kw_only=True):
     """One stream."""
 
@@ -173,6 +184,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     # Set by an inspection only:
     depth: Depth | None = None
     leases: list[Lease] = []  # the oldest ones
+    holders: list[Holder] = []  # by name
     attempts: dict[str, int] = {}  # attempt → jobs that are leased with it
     deaths: int = 0  # of workers, over the leased jobs
     lag: list[Lag] = []

@@ -28,7 +28,7 @@ _STYLE: dict[StageState, str] = {
 _BARS = " ▁▂▃▄▅▆▇█"
 _SPARK = 16
 _HEAD_CHARS = 140  # two lines; the page `why` has the full text
-_HIDDEN = {"owner", "metrics", "memory_bytes"}
+_HIDDEN = {"owner", "metrics", "memory_bytes", "cpu_ms"}
 
 
 def head(view: View) -> RenderableType:

@@ -9,7 +9,7 @@
   const together = uPlot.sync("curves");
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const plots = new Map(); // key of a chart → its uPlot
-  let axis = "step";
+  let axis = board.dataset.axis || "step";
   let charts = [];
   let drawn = "";
 
@@ -166,7 +166,7 @@
   }
 
   const axes = board.querySelector(".axes");
-  axes.hidden = false;
+  axes.hidden = Boolean(board.dataset.axis); // then there is one axis only
   axes.addEventListener("click", (event) => {
     const chosen = event.target.closest("button");
     if (!chosen) return;

@@ -9,7 +9,7 @@ import pytest
 
 # A process of its own: one that has run tests may hold freed memory, and hands that out first.
 SCRIPT = """
-from sluice.workers.decode_worker import resident_bytes
+from sluice.pipeline.status.heartbeat import resident_bytes
 before = resident_bytes()
 held = bytearray(b"x" * (64 << 20))
 print(resident_bytes() - before)

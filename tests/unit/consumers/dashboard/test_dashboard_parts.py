@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from sluice.consumers.dashboard import formats
 from sluice.consumers.dashboard.app import make_app
 from sluice.consumers.dashboard.dead_letters import Reasons, in_time
-from sluice.consumers.dashboard.monitor import Monitor, ProcessRates
+from sluice.consumers.dashboard.monitor import Monitor
 from sluice.consumers.dashboard.overview import points, stacked
 from sluice.consumers.dashboard.render import Live, event, fragment
 from sluice.consumers.dashboard.runs import settings
@@ -25,7 +25,7 @@ from sluice.consumers.history.reader import HistoryReader
 from sluice.pipeline.config.types import BrokerConfig, Config, ProducerConfig
 from sluice.pipeline.http.middleware import host_name, is_loopback
 from sluice.pipeline.queue.dead_letters import Row
-from sluice.pipeline.status.snapshot import Process, Snapshot, Stall
+from sluice.pipeline.status.snapshot import Snapshot, Stall
 from sluice.pipeline.wire.messages import DeadLetter
 
 
@@ -130,22 +130,6 @@ def test_parts_of_a_bar_follow_each_other() -> None:
 
 def test_an_event_of_several_lines_cannot_end_early() -> None:
     assert event("a", "x\n\ny\r\nevent: b") == "event: a\ndata: x\ndata: \ndata: y\ndata: event: b\n\n"
-
-
-def beat(at: float, tokens: int, pid: int = 1, **more: Any) -> Process:
-    return Process(role="worker", name="w", pid=pid, host="h", started=0, at=at, facts={"tokens": tokens}, **more)
-
-
-def test_tokens_per_second_come_from_heartbeats_of_one_process() -> None:
-    rates = ProcessRates()
-    rates.add([beat(1, 100)])
-    assert rates.tokens_per_s(beat(1, 100)) is None
-    rates.add([beat(1, 100)])
-    assert rates.tokens_per_s(beat(1, 100)) is None, "the same heartbeat again"
-    rates.add([beat(3, 150)])
-    assert rates.tokens_per_s(beat(3, 150)) == 25
-    rates.add([beat(4, 0, pid=2)])
-    assert rates.tokens_per_s(beat(4, 0, pid=2)) is None, "a new process of the same name"
 
 
 def test_every_key_is_shown_with_its_default_and_no_password() -> None:
