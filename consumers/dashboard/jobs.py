@@ -43,6 +43,7 @@ _GLANCE = 20  # jobs shown without a filter
 _SPANS = 60  # shown per job
 _MEMBERS = 200  # sequences listed per job
 _BESIDE = 16  # answers shown side by side
+_ROUGH_S = 120.0  # from here on, durations are told in minutes
 _INDEX_S = 0.1  # of one request, if the index is behind
 _GONE = (
     "No such job is in the queue or in the history. It may have been pruned (history.max_sequences), or"
@@ -60,9 +61,11 @@ async def jobs(request: Request) -> Response:
     """The lists; only the queued jobs for htmx."""
     monitor, asked = monitor_of(request), request.query_params
     wanted = {name: clean(asked.get(name, "")) for name in ("search", "state", "worker")}
+    held = {"bars": held_bars(monitor.newest), "axis": WIDTH}
+    if request.headers.get("HX-Target") == "held":
+        return render(request, "jobs_held.html.j2", **held)
     live, problem = await _live(monitor, wanted)
     values = {"wanted": wanted, "live": live, "problem": problem, "address": "/jobs?" + query(wanted)}
-    values |= {"bars": held_bars(monitor.newest), "axis": WIDTH}
     if request.headers.get("HX-Target") == "live":
         return render(request, "jobs_live.html.j2", **values)
     before, finished = asked.get("before", "")[:MOST_CURSOR], Page[JobRow]([])
@@ -84,7 +87,7 @@ async def jobs(request: Request) -> Response:
         now = monitor.newest
         blocked = [Keeper(stall, stall_text(now, stall)) for stall in now.stalls if stall.blocks]
         parts = {"workers": workers, "charts": charts, "lasted": lasted, "blocked": blocked}
-        answer = render(request, "jobs.html.j2", **values, **parts)
+        answer = render(request, "jobs.html.j2", **values, **parts, **held)
     answer.headers["Vary"] = "HX-Target"
     return answer
 
@@ -159,7 +162,9 @@ def distribution(found: Mapping[str, Mapping[int, int]]) -> Distribution | None:
 
 def _between(number: int) -> str:
     most = LEAST_S * 2**number
-    return f"under {_short(most)}" if number == 0 else f"{_short(most / 2)} – {_short(most)}"
+    if number == 0:
+        return f"under {_short(most)}"
+    return f"{most / 2:g} – {_short(most)}" if most < _ROUGH_S else f"{_short(most / 2)} – {_short(most)}"
 
 
 def _most_of(counts: Mapping[int, int], share: float) -> str:
@@ -173,7 +178,7 @@ def _most_of(counts: Mapping[int, int], share: float) -> str:
 
 
 def _short(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds < 10 else length(seconds)
+    return f"{seconds:g} s" if seconds < _ROUGH_S else length(seconds)
 
 
 @router.get("/jobs/{job_id:path}")

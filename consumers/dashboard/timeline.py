@@ -24,7 +24,7 @@ from sluice.consumers.history.curves import Chart, line
 from sluice.pipeline.files import write_atomic
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.live_jobs import JOB_STATES
-from sluice.pipeline.status.heartbeat import Heartbeat
+from sluice.pipeline.status.heartbeat import ALIVE_S, Heartbeat
 from sluice.pipeline.status.snapshot import Process, Snapshot
 from sluice.pipeline.wire.waits import WaitKind
 
@@ -179,8 +179,9 @@ class Timeline:
         """Take a snapshot; one that isn't newer than the last is ignored."""
         if self.bins and now.at <= self.bins[-1].until:
             return
-        self._live(now)
-        fresh = _bin(now)
+        rows = self._rows(now)
+        self._live(rows)
+        fresh = _bin(now, rows)
         if self.bins and now.at - self.bins[-1].at < self.interval_s:
             self.bins[-1] = self.bins[-1].joined(fresh)
         else:
@@ -202,10 +203,19 @@ class Timeline:
                 return self.bins[at:]
         return self.bins
 
-    def _live(self, now: Snapshot) -> None:
+    def _rows(self, now: Snapshot) -> dict[tuple[str, float], Process]:
+        """The processes by name and start, without those that died before this sitting began."""
+        bins = self.sitting()
+        began = bins[0].at if bins and now.at - bins[-1].until <= _PAUSE_S else now.at
+        return {
+            (row.name, row.started): row
+            for row in now.processes
+            if row.at >= began - ALIVE_S or state_of(row) not in ("silent", "failed")
+        }
+
+    def _live(self, rows: Mapping[tuple[str, float], Process]) -> None:
         held = {(life.name, life.started): life for life in self.lives}
-        rows = {(row.name, row.started): row for row in now.processes}
-        names = {row.name for row in now.processes}
+        names = {name for name, _ in rows}
         for key, row in rows.items():
             life = held.get(key)
             if life is None:
@@ -366,7 +376,7 @@ def _spark(points: Sequence[tuple[float, float]], first: float, scale: float) ->
     return Spark(points=drawn, last=points[-1][1], most=most)
 
 
-def _bin(now: Snapshot) -> Bin:
+def _bin(now: Snapshot, rows: Mapping[tuple[str, float], Process]) -> Bin:
     depth = now.depth
     jobs = {name: int(getattr(depth, name)) for name in JOB_STATES} if depth else {}
     return Bin(
@@ -376,7 +386,7 @@ def _bin(now: Snapshot) -> Bin:
         jobs=jobs,
         oldest_s=(depth.oldest_s or 0.0) if depth else 0.0,
         counts={"retried": now.redelivered_jobs, "dead": now.dead, "dropped": now.dropped},
-        processes={row.name: _seen(row, now) for row in now.processes},
+        processes={name: _seen(row, now) for (name, _), row in rows.items()},
     )
 
 

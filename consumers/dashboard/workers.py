@@ -109,6 +109,8 @@ def _line(name: str, row: Process | None, track: Track | None, held: Holder | No
 
 def _shares(track: Track | None) -> str:
     """What it did most of the time."""
+    if track is not None and len(track.shares) == 1:
+        return ""  # the state says it
     some = [(state, share) for state, share in (track.shares if track else ())[:_SHARES] if share >= 0.005]
     return ", ".join(f"{STATES.get(state, state.replace('_', ' '))} {share:.0%}" for state, share in some)
 
@@ -117,9 +119,9 @@ def _holds(facts: Mapping[str, Any], held: Holder | None) -> str:
     """Jobs and sequences that it has in hand."""
     jobs = counted(held.jobs, "job") if held else ""
     running, pending = facts.get("running"), facts.get("pending")
-    if running is not None:
+    if running:
         return f"{jobs}, {running:,} running" if jobs else f"{running:,} running"
-    return f"{pending:,} for the next batch" if pending is not None else jobs
+    return f"{pending:,} pending" if pending else jobs
 
 
 live("workers", "workers_live.html.j2", _parts)

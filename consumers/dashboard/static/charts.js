@@ -86,6 +86,11 @@
     return null;
   }
 
+  // Lines that are zero all along lie at the bottom, not in the middle of nothing.
+  function ranged(_, least, most) {
+    return least || most ? uPlot.rangeNum(least, most, 0.1, true) : [0, 1];
+  }
+
   function draw(chart) {
     const figure = figureOf(chart);
     const box = figure.querySelector(".plot");
@@ -112,7 +117,7 @@
       height: HEIGHT,
       legend: { show: false },
       cursor: { sync: { key: together.key }, y: false, points: { size: 6 } },
-      scales: { x: { time: false }, y: chart.unit === "share" ? { range: [0, 1] } : {} },
+      scales: { x: { time: false }, y: { range: chart.unit === "share" ? [0, 1] : ranged } },
       series: [{}, ...chart.lines.map((line) => ({
         stroke: style("--c" + (line.colour % 8)),
         width: 1.75,
