@@ -145,7 +145,7 @@ def distribution(found: Mapping[str, Mapping[int, int]]) -> Distribution | None:
     numbers = [*waited, *took]
     if not numbers:
         return None
-    most = max(*waited.values(), *took.values())
+    most = max([*waited.values(), *took.values()])
     rows = [
         Lasted(_between(number), (a, b), (round(a / most * WIDTH, 1), round(b / most * WIDTH, 1)))
         for number in range(min(numbers), max(numbers) + 1)

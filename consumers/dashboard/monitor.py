@@ -153,7 +153,7 @@ class Monitor:
         while True:
             await asyncio.to_thread(self.read_files)
             await self.refresh()
-            if self.index.is_writer and (data := self.timeline.taken()) is not None:
+            if self.stored_at is None and self.index.is_writer and (data := self.timeline.taken()) is not None:
                 await asyncio.to_thread(self.timeline.save, data)
             await asyncio.sleep(EVERY_S)
 

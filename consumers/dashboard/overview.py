@@ -29,6 +29,7 @@ from sluice.pipeline.status.descriptions import (
 )
 from sluice.pipeline.status.snapshot import Snapshot, Stall
 from sluice.pipeline.status.stages import Stage, is_optional
+from sluice.pipeline.status.text import counted
 from sluice.pipeline.telemetry import run_metrics
 from sluice.pipeline.telemetry.families import CONTENT_TYPE
 
@@ -108,6 +109,10 @@ def _verdict(monitor: Monitor) -> dict[str, Any]:
     change = monitor.curves.change()
     learned = f"{change.name} {change.first:.3g} → {change.last:.3g}" if change else ""
     line, says = headline(now, verdict, monitor.rates.bottleneck, learned), verdict_text(now, verdict)
+    if monitor.stored_at is not None and not now.complete and name != "failed":
+        name, css = "stopped", "warn"
+        line = f"Stopped before its end: {learned or counted(now.trained, 'sequence') + ' trained'}"
+        says = f"{counted(now.credit.sequences, 'sequence')} in flight; what it has stored is shown"
     if monitor.seen_at is None:  # only its files are known
         name, css, line = (
             "unknown",
@@ -140,6 +145,11 @@ def _metrics(monitor: Monitor) -> dict[str, Any]:
 def _flow(monitor: Monitor) -> list[Box]:
     """The main line first; side stages only if this run has them."""
     found = {stage.name: stage for stage in monitor.stages()}
+    if monitor.stored_at is not None:  # nothing works on what its broker has stored
+        found = {
+            name: msgspec.structs.replace(stage, state="off") if stage.state in ("working", "waiting") else stage
+            for name, stage in found.items()
+        }
     stages = [found[name] for name in _TITLES if name in found]
     shown = [stage for stage in stages if stage.state != "off" or not is_optional(stage.name)]
     return [Box(stage, stage_text(monitor.newest, stage)) for stage in shown]

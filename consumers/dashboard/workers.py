@@ -34,6 +34,7 @@ _CLASSES = {"working": "calm", "waiting": "", "failed": "bad", "silent": "bad", 
 _ENDED = {"": "ended", "cleanly": "ended", "failed": "failed", "silent": "died"}
 _SHARES = 3  # states named per process
 _SHOWN = 24
+_LONG = 2.0  # times the median: a version that took longer has a bar that is cut off
 _DIGEST = b":digest"
 
 
@@ -130,7 +131,7 @@ live("workers", "workers_live.html.j2", _parts)
 class Version(NamedTuple):
     """One registered version; `manifest` and `num_bytes` are None once it is retired.
 
-    `stages`: what its time went into, in a bar that is as long as the slowest version's shown.
+    `stages`: what its time went into. All bars have one scale, on which a few slow versions may be cut off.
     """
 
     number: int
@@ -180,7 +181,8 @@ def _versions(monitor: Monitor, table: dict[bytes, bytes]) -> list[Version]:
     numbers = sorted((int(name) for name in names if name.isdigit()), reverse=True)
     monitor.curves.charts()
     times = {number: monitor.curves.stages_of(number) for number in numbers[:_SHOWN]}
-    longest = max((math.fsum(seconds for _, seconds in some) for some in times.values()), default=0.0)
+    lasted = sorted(math.fsum(seconds for _, seconds in some) for some in times.values() if some)
+    longest = min(lasted[-1], _LONG * lasted[len(lasted) // 2]) if lasted else 0.0
     return [
         _version(number, table, served[number], stacked(times.get(number, []), longest), with_size=at < _SHOWN)
         for at, number in enumerate(numbers)

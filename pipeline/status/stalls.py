@@ -107,7 +107,8 @@ def _replaces(row: Process, ended: Process) -> bool:
 
 
 def _no_process(now: Snapshot) -> Stall:
-    return Stall(kind="no_process", since=max((row.ended_at or row.at for row in now.processes), default=None))
+    ended = (row.ended_at or row.at for row in now.processes if not row.is_onlooker)
+    return Stall(kind="no_process", since=max(ended, default=None))
 
 
 def _nobody(now: Snapshot) -> list[Stall]:

@@ -142,7 +142,7 @@ def test_nobody_at_all_comes_with_the_last_words() -> None:
 def test_who_only_looks_on_neither_keeps_a_run_going_nor_up() -> None:
     watching = process("dashboard")
     now = state(watching)
-    assert only(now).kind == "no_process"
+    assert (only(now).kind, only(now).since) == ("no_process", None), "its heartbeat is no sign of the run"
     now.stalls = stalls(now)
     assert verdict(now, now).state == "stalled"
     [failed_one] = stalls(state(*others("scorer", failed("dashboard", "OSError", "port 8090 is taken"))))
