@@ -235,6 +235,27 @@ def test_endings_and_loads_are_counted_by_version(tmp_path: Path, index: History
     assert index.loads() == {0: 2.5, 3: 2.5, 4: 2.5}
 
 
+def test_durations_are_counted_once_and_anew_for_another_file(tmp_path: Path, index: HistoryIndex) -> None:
+    def finish(name: str, queue_s: float, decode_s: float) -> None:
+        writer = store(tmp_path)
+        writer.record([FinishedJob(job_id=name, sequences=[said(name, "x", queue_s=queue_s, decode_s=decode_s)])])
+        writer.close()
+
+    finish("a", 0.01, 1.5)
+    finish("b", 3.0, 1.0)
+    finish("dead", 0.0, 0.0)
+    assert len(names(index)) == 3
+    assert index.durations() == {"waited": {0: 1, 5: 1}, "took": {4: 2}}
+    finish("c", 3.0, 1.0)
+    names(index)
+    assert index.durations() == {"waited": {0: 1, 5: 2}, "took": {4: 3}}
+    for path in tmp_path.glob("consumer-0*"):
+        path.unlink()
+    finish("d", 0.01, 0.01)
+    names(index)
+    assert index.durations() == {"waited": {0: 1}, "took": {0: 1}}
+
+
 def test_a_number_that_is_none_stops_no_indexing(tmp_path: Path, index: HistoryIndex) -> None:
     result = sequence_result("a", text="odd", timings={"behind_s": math.nan}, reward=math.nan)
     writer = store(tmp_path)
