@@ -198,3 +198,55 @@ def test_curves_are_drawn_over_steps_and_time_and_tell_values_on_hover(
         for name in ("metrics.jsonl", "evals.jsonl"):
             (run / name).unlink()
         shutil.rmtree(run.parent / "another")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_jobs_and_processes_are_drawn_over_time(browser: Browser, site: Site, width: int) -> None:
+    with watched(browser, site.url, width=width) as seen:
+        seen.visit("/jobs")
+        page = seen.page
+        queue = page.locator("figure.chart[data-key=queue]")
+        expect(queue.locator("canvas")).to_be_visible()
+        expect(page.locator(".axes")).to_be_hidden()
+        queue.locator(".u-over").hover(position={"x": 3, "y": 20})
+        expect(queue.locator(".place")).to_have_text(re.compile(" min$"))
+        expect(page.locator("#held tbody th")).to_have_text("worker-0")
+        lasted = page.locator("table.lasted")
+        expect(lasted.locator("caption")).to_have_text(re.compile("^Half of them waited less than .* s and took"))
+        widths = lasted.locator("rect.took").evaluate_all("all => all.map((one) => one.getBoundingClientRect().width)")
+        assert max(widths) > 20, "a bar is seen"
+        check(page, width)
+        page.locator("#held").get_by_role("link", name="worker-0").click()
+        expect(page.locator("select[name=worker]")).to_have_value("worker-0")
+
+        seen.visit("/workers")
+        row = page.locator("table.processes tr", has_text="worker-0")
+        strip = row.locator("svg.strip")
+        expect(strip).to_be_visible()
+        expect(strip.locator("path").first).to_be_attached()
+        box = strip.bounding_box()
+        assert box is not None
+        assert box["width"] > 250
+        drawn = strip.locator("path").evaluate_all("all => all.map((one) => one.getBoundingClientRect().width)")
+        assert abs(sum(drawn) - box["width"]) < 5, "the colours fill the bar"
+        expect(row.locator("td[data-is=memory]")).to_have_text(re.compile(r"iB$"))
+        expect(row.locator("td[data-is=CPU]")).to_have_text(re.compile(r"\d+ %$"))
+        expect(page.locator("ul.moods li")).to_have_count(5)
+        check(page, width)
+        assert page.evaluate("document.documentElement.scrollHeight") < 2500, "a page, not a roll"
+
+
+def test_a_phone_shows_the_first_rows_and_the_rest_on_demand(browser: Browser, site: Site) -> None:
+    with watched(browser, site.url, width=390) as seen:
+        for path in ("/config", "/sequences", "/jobs", "/weights"):
+            seen.visit(path)
+            assert seen.page.evaluate("document.documentElement.scrollHeight") < 3000, path
+        seen.visit("/config")
+        rows = seen.page.locator("#settings tbody tr:visible")
+        assert rows.count() == 8
+        seen.page.get_by_label("Show all rows of this page").check()
+        assert rows.count() > 150
+        expect(seen.page.get_by_label("Show all rows of this page")).to_be_hidden()
+        seen.visit("/runs")
+        for name in LINKS:
+            expect(seen.page.get_by_role("navigation").get_by_role("link", name=name)).to_be_in_viewport(ratio=1)
