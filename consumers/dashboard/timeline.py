@@ -34,7 +34,7 @@ _SAVE_S = 10.0
 _PAUSE_S = 900.0  # without a look: what comes after is another sitting
 _MOST_LIVES = 200
 _BLIND_S = 15.0  # a longer time without a look is left white
-_RATE_S = 3.0  # a rate is counted over at least that long
+_RATE_S = 10.0  # a rate is counted over at least that long: workers count whole sequences
 
 Mood = Literal["working", "idle", "held", "loading", "trouble"]
 MOODS: dict[Mood, str] = {

@@ -98,7 +98,10 @@ def test_a_distribution_says_its_middle_and_its_tail() -> None:
     assert distribution({}) is None
     found = distribution({"waited": {0: 90, 4: 10}, "took": {3: 50, 10: 50}})
     assert found is not None
-    assert found.summary == "Half of them waited less than 0.125 s and took less than 1 s; 19 of 20 less than 2 s and 2 min."
+    assert (
+        found.summary
+        == "Half of them waited less than 0.125 s and took less than 1 s; 19 of 20 less than 2 s and 2 min."
+    )
     assert [one.says for one in found.rows][:3] == ["under 0.125 s", "0.125 – 0.25 s", "0.25 – 0.5 s"]
     assert found.rows[-1].says == "64 s – 2 min"
     assert [one.counts for one in found.rows if any(one.counts)] == [(90, 0), (0, 50), (10, 0), (0, 50)]
