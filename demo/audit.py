@@ -30,7 +30,7 @@ class Audit:
 
 def audit(config: Config, run_dir: Path) -> Audit:
     """Compare the ids that the data implies with those in the trainer's ledger."""
-    now = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Snapshot)
+    now = read_summary(run_dir)
     trained = Counter(seq_id for step in read_steps(run_dir / "trained.jsonl") for seq_id in step["seq_ids"])
     expected = _expected(config)
     return Audit(
@@ -42,6 +42,11 @@ def audit(config: Config, run_dir: Path) -> Audit:
         duplicated=sum(count - 1 for count in trained.values()) + len({_whole(one) for one in trained} - expected),
         versions=now.latest_version or 0,
     )
+
+
+def read_summary(run_dir: Path) -> Snapshot:
+    """The run's state at its end; raises FileNotFoundError if it has none."""
+    return msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Snapshot)
 
 
 def _whole(seq_id: str) -> str:

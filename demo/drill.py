@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sluice.demo.heldout import SEED
+from sluice.demo.kill_cost import Kill
 from sluice.demo.tasks import DemoTask
 from sluice.pipeline.config import Config
 from sluice.pipeline.run.progress_panel import Progress
 from sluice.pipeline.run.supervisor import Supervisor
 from sluice.pipeline.status.snapshot import Snapshot
 
-_EVAL_SEED = 78
 _KILL_AT = 0.25  # of the sequences decoded
 _VICTIM = "worker-1"
 
@@ -24,6 +25,7 @@ class Moment:
     """One point of the timeline; seconds since the start, counts so far."""
 
     at_s: float
+    at: float  # Unix time
     tokens: int
     committed: int
     trained: int
@@ -35,8 +37,7 @@ class Drill:
 
     def __init__(self, task: DemoTask, config: Config, evals: Path, *, kill: bool) -> None:
         self.task, self.config, self.evals = task, config, evals
-        self.kills = 0
-        self.kill_at_s: float | None = None
+        self.kill: Kill | None = None
         self.timeline: list[Moment] = []
         self._armed = kill and config.worker.count > 1
         self._started = time.monotonic()
@@ -44,8 +45,7 @@ class Drill:
     def processes(self) -> dict[str, list[str]]:
         """The evaluator, which runs next to the roles."""
         versions = self.evals.parent / "weights"
-        count = self.task.num_heldout // 2
-        arguments = [self.task.name, str(versions), str(self.evals), str(count), str(_EVAL_SEED)]
+        arguments = [self.task.name, str(versions), str(self.evals), str(self.task.num_followed), str(SEED)]
         return {"evaluator": [sys.executable, "-m", "sluice.demo.evaluator", *arguments]}
 
     def scores(self) -> list[dict[str, float]]:
@@ -57,18 +57,32 @@ class Drill:
     async def watch(self, now: Snapshot, supervisor: Supervisor, progress: Progress) -> None:
         """Update timeline and score, and kill the worker when it's time."""
         at_s = time.monotonic() - self._started
-        self.timeline.append(Moment(at_s, now.tokens, now.committed, now.trained, now.latest_version or 0))
+        self.timeline.append(Moment(at_s, time.time(), now.tokens, now.committed, now.trained, now.latest_version or 0))
         scores = self.scores()
         if scores:
             score, version = scores[-1][self.task.metric], scores[-1]["version"]
             progress.extra[self.task.metric_title] = f"{score:.2f} (v{version:.0f})"
         if self._armed and self._is_time(now):
             self._armed = False
+            killed_at = time.time()
             pid = supervisor.kill(_VICTIM)
-            self.kills, self.kill_at_s = self.kills + 1, at_s
+            self.kill = Kill(_VICTIM, pid, killed_at, at_s, running=_running(now))
             progress.say(f"SIGKILL to {_VICTIM} (pid {pid}) while it decodes")
+        elif self.kill is not None and self.kill.back_s is None:
+            self.kill = self._with_successor(self.kill, now)
+
+    def _with_successor(self, kill: Kill, now: Snapshot) -> Kill:
+        row = now.process(kill.worker)
+        if row is None or row.pid == kill.pid or row.ended_at is not None:
+            return kill
+        return replace(kill, back_s=max(0.0, row.at - kill.at))
 
     def _is_time(self, now: Snapshot) -> bool:
         if now.total is None or now.committed < _KILL_AT * now.total:
             return False
-        return any(row.name == _VICTIM and int(row.facts.get("running", 0)) > 0 for row in now.alive("worker"))
+        return _running(now) > 0
+
+
+def _running(now: Snapshot) -> int:
+    """Sequences in the victim, by its last heartbeat."""
+    return sum(int(row.facts.get("running", 0)) for row in now.alive("worker") if row.name == _VICTIM)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sluice.demo.answers import FILE, SHOWN, Answers, keep
 from sluice.demo.tasks import DemoTask, load_task
 from sluice.pipeline.errors import WeightsError
 from sluice.workers.engine.generation_engine import GenerationEngine
@@ -58,10 +59,16 @@ def follow(task: DemoTask, versions: Path, out: Path, chosen: Sequence[Any]) -> 
         started = time.monotonic()
         # A version may be retired during the read; the next one exists by then.
         with contextlib.suppress(FileNotFoundError, WeightsError, OSError):
-            score = task.score(decode(task, found[-1], chosen), chosen)
-            with out.open("a") as stream:
-                stream.write(json.dumps({"version": newest, "at": time.time(), **score}) + "\n")
+            record(task, out, newest, time.time(), chosen, decode(task, found[-1], chosen))
         measured = newest
+
+
+def record(task: DemoTask, out: Path, version: int, at: float, chosen: Sequence[Any], answers: Sequence[Any]) -> None:
+    """Append the score to `out`, and what the report shows of the first answers to the file beside it."""
+    views = [task.answer_view(problem, one) for problem, one in zip(chosen[:SHOWN], answers[:SHOWN], strict=True)]
+    keep(out.with_name(FILE), Answers(version, at, views))
+    with out.open("a") as stream:
+        stream.write(json.dumps({"version": version, "at": at, **task.score(answers, chosen)}) + "\n")
 
 
 def main(arguments: list[str]) -> None:

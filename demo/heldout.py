@@ -10,7 +10,7 @@ from typing import Any
 from sluice.demo.evaluator import decode
 from sluice.demo.tasks import DemoTask
 
-_SEED = 77
+SEED = 77
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Heldout:
     @classmethod
     def of(cls, task: DemoTask, warm: Path, final: Path, count: int | None = None) -> Heldout:
         """Decode the task's held-out problems (or `count` of them) greedily with both models."""
-        chosen = task.heldout(task.num_heldout if count is None else count, _SEED)
+        chosen = task.heldout(task.num_heldout if count is None else count, SEED)
         return cls(chosen, decode(task, warm, chosen), decode(task, final, chosen))
 
     def first(self, count: int) -> Heldout:

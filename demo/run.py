@@ -13,12 +13,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from sluice.consumers.history.curves import EVALS
 from sluice.consumers.training.step_log import read_steps
 from sluice.demo import report
-from sluice.demo.audit import audit
+from sluice.demo.answers import SHOWN
+from sluice.demo.audit import audit, read_summary
 from sluice.demo.drill import Drill
-from sluice.demo.heldout import Heldout
+from sluice.demo.evaluator import record
+from sluice.demo.heldout import SEED, Heldout
+from sluice.demo.kill_cost import KillCost, kill_cost
 from sluice.demo.mid_sequence import mid_sequence
+from sluice.demo.report import Report
 from sluice.demo.tasks import DemoTask
 from sluice.demo.tiny.warm_start import WarmStartProgress
 from sluice.pipeline.config import Config, load_config
@@ -27,7 +32,6 @@ from sluice.pipeline.terminal import print_json
 
 SCHEMA = 1
 _KEEP_RUNS = 3
-_SHOWN = 6  # held-out problems in the report
 _LAST_STEPS = 8  # one alone has few rollouts
 
 
@@ -65,22 +69,28 @@ def _run(task: DemoTask, directory: Path, options: Options) -> tuple[int, dict[s
     config = _config(task, directory, warm, options)
     run_dir = Path(config.run_dir) / config.run
     task.write_data(Path(config.data.path), config.data.limit or 1, options.seed + 1)
-    drill = Drill(task, config, run_dir / "evals.jsonl", kill=options.kill)
+    drill = Drill(task, config, run_dir / EVALS, kill=options.kill)
     pipeline_started = time.monotonic()
     code = run_stack(config, title=f"sluice demo · {task.name}", watch=drill.watch, extra=drill.processes())
-    if code:
-        return code, {}
     pipeline_s = time.monotonic() - pipeline_started
+    if code:
+        _report_stopped(task, run_dir, drill, pipeline_s)
+        return code, {}
     heldout = Heldout.of(task, warm, _newest_version(run_dir))
     counts = asdict(audit(config, run_dir))
     versions = counts.pop("versions")
     landed = mid_sequence(run_dir) if task.mid_sequence else None
-    summary: dict[str, Any] = heldout.scores(task) | counts | {"worker_kills": drill.kills, "versions": versions}
+    summary: dict[str, Any] = heldout.scores(task) | counts
+    summary |= {"worker_kills": int(drill.kill is not None), "versions": versions}
     summary |= {"mid_sequence_updates": len(landed.versions)} if landed else {}
     summary |= _rollouts(task, run_dir)
     summary |= {"pipeline_s": round(pipeline_s, 1), "wall_s": round(time.monotonic() - started, 1)}
-    page = report.write(run_dir, task, summary=summary, drill=drill, heldout=heldout.first(_SHOWN), landed=landed)
-    _print(task, summary, page)
+    _keep_ends(drill, heldout, versions)
+    cost = None if drill.kill is None else kill_cost(run_dir / "history", drill.kill)
+    summary |= {} if cost is None else _cost(cost)
+    told = Report(task, summary, drill, heldout.problems[:SHOWN], cost, landed)
+    page = report.write(run_dir, told)
+    _print(task, summary, cost, page, usual=options.prompts is None)
     return 0 if not summary["lost"] and not summary["duplicated"] else 1, summary
 
 
@@ -141,6 +151,47 @@ def _rollouts(task: DemoTask, run_dir: Path) -> dict[str, float]:
     return {"rollouts_last": round(fmean(found[-_LAST_STEPS:]), 4)} if found else {}
 
 
+def _keep_ends(drill: Drill, heldout: Heldout, last: int) -> None:
+    """Add the warm start and the last version to the curve and the answers, where the evaluator came too late."""
+    known = {score["version"] for score in drill.scores()}
+    ends = ((0, heldout.before, drill.timeline[0]), (last, heldout.after, drill.timeline[-1]))
+    for version, found, moment in ends if drill.timeline else ():
+        if version not in known:
+            count = drill.task.num_followed
+            record(drill.task, drill.evals, version, moment.at, heldout.problems[:count], found[:count])
+
+
+def _report_stopped(task: DemoTask, run_dir: Path, drill: Drill, pipeline_s: float) -> None:
+    """A report of what there is; none if even the run's end isn't known."""
+    if not (run_dir / "summary.json").exists():
+        return
+    now = read_summary(run_dir)
+    summary: dict[str, Any] = {
+        "enqueued": now.enqueued,
+        "trained": now.trained,
+        "dead": now.dead,
+        "dropped": now.dropped,
+        "total": now.total or now.enqueued,
+        "worker_kills": int(drill.kill is not None),
+        "versions": now.latest_version or 0,
+        "pipeline_s": round(pipeline_s, 1),
+    }
+    cost = None if drill.kill is None else kill_cost(run_dir / "history", drill.kill)
+    problems = task.heldout(SHOWN, SEED)
+    page = report.write(run_dir, Report(task, summary | _rollouts(task, run_dir), drill, problems, cost, stopped=True))
+    print(f"stopped early, so there are no final scores\nreport: {page}", file=sys.stderr)
+
+
+def _cost(cost: KillCost) -> dict[str, Any]:
+    return {
+        "kill_jobs": len(cost.jobs),
+        "kill_wait_s": round(cost.wait_s, 3),
+        "kill_decoded_again": cost.decoded_again,
+        "kill_decoded_twice": cost.decoded_twice,
+        "kill_restored": cost.restored,
+    }
+
+
 def _newest_version(run_dir: Path) -> Path:
     return sorted((run_dir / "weights").glob("v??????"))[-1]
 
@@ -150,20 +201,31 @@ def _prune(runs: Path, task: DemoTask) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _print(task: DemoTask, summary: dict[str, Any], page: Path) -> None:
+def _print(task: DemoTask, summary: dict[str, Any], cost: KillCost | None, page: Path, *, usual: bool) -> None:
     before, after = (summary[f"{task.metric}_{name}"] for name in ("warm", "final"))
     updates = summary.get("mid_sequence_updates")
     last = summary.get("rollouts_last")
     rollouts = "" if last is None else f"  not the {last:.2f} of the last steps' {task.rollouts.meaning}\n"
     landed = "" if updates is None else f"; {updates} of them landed in the middle of sequences"
+    seen = f"  runs with these settings ended at {task.seen}\n" if usual and task.seen else ""
     print(
         f"{task.metric_title} {before:.2f} → {after:.2f} over {summary['versions']} weight versions{landed}\n"
         f"  {task.num_heldout} held-out problems, decoded greedily: {task.metric_meaning}\n"
-        f"{rollouts}"
+        f"{rollouts}{seen}"
         f"{summary['enqueued']} sequences enqueued = {summary['trained']} trained + {summary['dead']} dead "
         f"+ {summary['dropped']} dropped; {summary['lost']} lost, {summary['duplicated']} trained twice "
         f"({summary['worker_kills']} worker killed on the way)\n"
+        f"{_cost_line(cost)}"
         f"pipeline {summary['pipeline_s']:.0f} s, in all {summary['wall_s']:.0f} s\n"
         f"report: {page}",
         file=sys.stderr,
+    )
+
+
+def _cost_line(cost: KillCost | None) -> str:
+    if cost is None or not cost.jobs:
+        return ""
+    return (
+        f"  the kill: {cost.kill.worker} held {len(cost.jobs)} jobs; their next attempts began {cost.wait_s:.1f} s later "
+        f"and decoded {cost.decoded_again:,} tokens, about {cost.decoded_twice:,} of them for the second time\n"
     )

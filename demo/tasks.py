@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sluice.demo.answers import AnswerView, ProblemView
 from sluice.demo.tiny.warm_start import OnProgress
 from sluice.pipeline.config.suggest import did_you_mean
 from sluice.pipeline.errors import ConfigError
@@ -27,10 +28,10 @@ NAMES = ("pictures", "digits", "arithmetic", "tools")
 
 @dataclass(frozen=True)
 class RolloutLine:
-    """A line in the score chart that comes from the training rollouts."""
+    """The score of the training rollouts, which isn't the held-out one."""
 
     key: str  # in metrics.jsonl
-    name: str
+    title: str  # of its curve
     meaning: str  # what is counted, for who compares it with the held-out score
 
 
@@ -45,21 +46,29 @@ class DemoTask:
     metric_title: str
     metric_meaning: str  # what is counted, after "N held-out problems, decoded greedily: "
     rollouts: RolloutLine
-    num_heldout: int  # problems before and after; the evaluator alongside the run uses half
+    num_heldout: int  # problems before and after; the evaluator alongside the run scores the first half
     max_new_tokens: int
     mid_sequence: bool  # the summary counts the updates that landed inside a sequence
-    page: str  # template of the problems before and after
+    made: str  # template of the paragraph that says how it was made
     ensure_warm_start: Callable[[Path, OnProgress], Path]
     write_data: Callable[[Path, int, int], Path]  # path, count, seed
     heldout: Callable[[int, int], list[Any]]  # count, seed
     messages: Callable[[Any], list[dict[str, Any]]]
     score: Callable[[Sequence[Any], Sequence[Any]], dict[str, float]]  # answers, problems; holds `metric`
-    show: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Any]  # for `page`: problems, answers before, after
+    problem_view: Callable[[Any], ProblemView]
+    answer_view: Callable[[Any, Any], AnswerView]  # problem, answer
     answers: Callable[[Path, Sequence[Any]], Sequence[Any]] | None = None  # model, problems; None: one text each
     images: Callable[[Any], tuple[Any, ...]] | None = None  # PIL images of a problem; None: its prompt has none
     model: str = "Qwen3"  # as the report names it
     threads: int = 2  # torch's, of the warm start and of the answers before and after
     also: tuple[str, ...] = ()  # more score keys for the summary
+    calls_leave_no_log: bool = False  # its jobs are calls of agent rollouts, which the history doesn't hold
+    seen: str = ""  # final scores of earlier runs with the task's own settings
+
+    @property
+    def num_followed(self) -> int:
+        """How many of the held-out problems are scored during the run: the first half."""
+        return self.num_heldout // 2
 
     def config_path(self) -> Path:
         """The config file of the checkout, or of the installed package."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from sluice.demo.answers import AnswerView, ProblemView, shortened
 from sluice.demo.arithmetic.data import messages_of, write_jsonl
 from sluice.demo.arithmetic.evaluate import accuracy, is_right
 from sluice.demo.arithmetic.problems import Problem, problems
@@ -26,16 +26,15 @@ def _score(texts: Sequence[str], chosen: Sequence[Problem]) -> dict[str, float]:
     return {"accuracy": accuracy(texts, chosen)}
 
 
-def _rows(chosen: Sequence[Problem], before: Sequence[str], after: Sequence[str]) -> list[dict[str, Any]]:
-    """One dict per problem, for arithmetic.html.j2."""
-    return [
-        {
-            "problem": problem.text,
-            "answer": problem.answer,
-            "views": [{"steps": text.split(";"), "right": is_right(text, problem)} for text in (first, second)],
-        }
-        for problem, first, second in zip(chosen, before, after, strict=True)
-    ]
+def _problem_view(problem: Problem) -> ProblemView:
+    return ProblemView(problem.text, str(problem.answer))
+
+
+def _answer_view(problem: Problem, text: str) -> AnswerView:
+    """One line a step; only the number after the last = counts."""
+    right = is_right(text, problem)
+    steps = shortened(text).split(";")
+    return AnswerView(steps, "right" if right else "wrong", "good" if right else "bad")
 
 
 TASK = DemoTask(
@@ -47,17 +46,18 @@ TASK = DemoTask(
     metric_meaning="the right number at the end; none of these problems is trained on",
     rollouts=RolloutLine(
         "rollout/reward_mean",
-        "training rollouts, sampled",
+        "Reward",
         "sampled training rollouts; the share that is right",
     ),
     num_heldout=300,
     max_new_tokens=96,
     mid_sequence=True,
-    page="arithmetic.html.j2",
+    made="arithmetic.html.j2",
     ensure_warm_start=lambda cache, on_progress: ensure_warm_start(cache, on_progress=on_progress),
     write_data=_write,
     heldout=_heldout,
     messages=messages_of,
     score=_score,
-    show=_rows,
+    problem_view=_problem_view,
+    answer_view=_answer_view,
 )

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from sluice.demo.answers import AnswerView, Box, Picture, ProblemView, shortened
 from sluice.demo.digits.data import records
-from sluice.demo.digits.evaluate import read_objects
+from sluice.demo.digits.evaluate import num_hits, read_objects
 from sluice.demo.digits.scenes import Scene, Split, scenes
 from sluice.demo.tiny.jsonl import write_records
 
 _SCALE = 14  # drawn pixels per scene pixel
 _INK_MAX = 16.0
 _FOLDER = "scenes"
+_MOST_BOXES = 12  # of an answer, in a drawing
 
 
 def draw(scene: Scene, scale: int = 1) -> Image.Image:
@@ -47,21 +49,24 @@ def write_with_pictures(path: Path, split: Split, count: int, seed: int) -> Path
     return write_records(path, drawn())
 
 
-def pictures(scenes: Sequence[Scene], before: Sequence[str], after: Sequence[str]) -> list[dict[str, Any]]:
-    """One dict per scene, for digits.html.j2."""
-    return [
-        {
-            "width": scene.pixels.shape[1] * _SCALE,
-            "height": scene.pixels.shape[0] * _SCALE,
-            "png": _data_url(draw(scene)),
-            "truth": [_box(item, scene) for item in scene.objects],
-            "views": [
-                {"name": "warm start", "boxes": [_box(item, scene) for item in read_objects(first)]},
-                {"name": "after training", "boxes": [_box(item, scene) for item in read_objects(second)]},
-            ],
-        }
-        for scene, first, second in zip(scenes, before, after, strict=True)
-    ]
+def problem_view(scene: Scene) -> ProblemView:
+    """The scene with its true boxes."""
+    height, width = scene.pixels.shape
+    boxes = [_box(item, scene) for item in scene.objects]
+    words = " and ".join(item["desc"] for item in scene.objects)
+    return ProblemView("scene", words, Picture(_data_url(draw(scene)), width * _SCALE, height * _SCALE, boxes))
+
+
+def answer_view(scene: Scene, text: str) -> AnswerView:
+    """The predicted boxes, the text itself, and how many objects are right by the rule of the held-out F1."""
+    found = read_objects(text)
+    hits, true = num_hits(found, scene.objects), len(scene.objects)
+    f1 = 2 * hits / (len(found) + true)
+    state = "good" if f1 == 1 else "warn" if hits else "bad"
+    more = f", {len(found)} predicted" if len(found) != true else ""
+    return AnswerView(
+        [shortened(text)], f"{hits} of {true} right{more}", state, [_box(item, scene) for item in found[:_MOST_BOXES]]
+    )
 
 
 def _data_url(image: Image.Image) -> str:
@@ -70,8 +75,9 @@ def _data_url(image: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def _box(item: Any, scene: Scene) -> dict[str, Any]:
+def _box(item: Any, scene: Scene) -> Box:
     height, width = (size * _SCALE for size in scene.pixels.shape)
-    x1, y1, x2, y2 = item["bbox_2d"]
-    left, top = x1 * width / 999, y1 * height / 999
-    return {"x": left, "y": top, "w": x2 * width / 999 - left, "h": y2 * height / 999 - top, "name": item["desc"]}
+    x1, y1, x2, y2 = (
+        edge * size / 999 for edge, size in zip(item["bbox_2d"], (width, height, width, height), strict=True)
+    )
+    return Box(item["desc"], round(x1, 1), round(y1, 1), round(max(0.0, x2 - x1), 1), round(max(0.0, y2 - y1), 1))

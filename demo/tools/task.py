@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from sluice.demo.answers import AnswerView, ProblemView, shortened
 from sluice.demo.tasks import DemoTask, RolloutLine
 from sluice.demo.tools.data import messages_of, write_jsonl
 from sluice.demo.tools.evaluate import MAX_NEW_TOKENS, Conversation, accuracy, converse, is_right
@@ -31,16 +31,14 @@ def _score(answers: Sequence[Conversation], chosen: Sequence[Problem]) -> dict[s
     }
 
 
-def _rows(chosen: Sequence[Problem], before: Sequence[Conversation], after: Sequence[Conversation]) -> list[Any]:
-    """One dict per problem, for tools.html.j2."""
-    return [
-        {
-            "problem": problem.text,
-            "answer": problem.answer,
-            "views": [{"lines": _lines(one), "right": is_right(one.answer, problem)} for one in both],
-        }
-        for problem, *both in zip(chosen, before, after, strict=True)
-    ]
+def _problem_view(problem: Problem) -> ProblemView:
+    return ProblemView(problem.text, str(problem.answer))
+
+
+def _answer_view(problem: Problem, one: Conversation) -> AnswerView:
+    """One line a call with its result; the last one is the model's answer."""
+    right = is_right(one.answer, problem)
+    return AnswerView(list(map(shortened, _lines(one))), "right" if right else "wrong", "good" if right else "bad")
 
 
 def _lines(one: Conversation) -> list[str]:
@@ -67,19 +65,21 @@ TASK = DemoTask(
     metric_meaning="the right number at the end; none of these problems is trained on",
     rollouts=RolloutLine(
         "rollout/reward_mean",
-        "training rollouts, sampled",
+        "Reward",
         "sampled training rollouts; the share that is right",
     ),
     num_heldout=200,
     max_new_tokens=MAX_NEW_TOKENS,
     mid_sequence=True,
-    page="tools.html.j2",
+    made="tools.html.j2",
     ensure_warm_start=lambda cache, on_progress: ensure_warm_start(cache, on_progress=on_progress),
     write_data=_write,
     heldout=_heldout,
     messages=messages_of,
     score=_score,
-    show=_rows,
+    problem_view=_problem_view,
+    answer_view=_answer_view,
     answers=converse,
     also=("turns",),
+    calls_leave_no_log=True,
 )

@@ -1,4 +1,5 @@
-// Curves: draws what the page says at data-from, again every few seconds while the page is visible.
+// Curves: draws what the page says at data-from, again every few seconds while the page is visible; or, in a page that
+// stands alone, what its element data-inline holds. `marks` are events, drawn on every curve.
 "use strict";
 
 (function () {
@@ -11,6 +12,7 @@
   const plots = new Map(); // key of a chart → its uPlot
   let axis = board.dataset.axis || "step";
   let charts = [];
+  let marks = [];
   let drawn = "";
 
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -64,6 +66,30 @@
       grid.append(figure);
     }
     return figure;
+  }
+
+  function drawMarks(plot, axisName) {
+    const { left, top, width, height } = plot.bbox;
+    const ratio = window.devicePixelRatio || 1;
+    const first = charts.length ? startOf()(charts[0].lines[0]) : 0;
+    marks.forEach((mark) => {
+      const x = plot.valToPos(axisName === "step" ? mark.step : (mark.at - first) / 60, "x", true);
+      if (x < left || x > left + width) return;
+      const pen = plot.ctx;
+      pen.save();
+      pen.strokeStyle = pen.fillStyle = style("--bad");
+      pen.lineWidth = ratio;
+      pen.setLineDash([4 * ratio, 3 * ratio]);
+      pen.beginPath();
+      pen.moveTo(x, top);
+      pen.lineTo(x, top + height);
+      pen.stroke();
+      pen.font = 11 * ratio + "px " + getComputedStyle(document.body).fontFamily;
+      pen.textAlign = x > left + width * 0.7 ? "right" : "left";
+      pen.textBaseline = "top";
+      pen.fillText(mark.name, x + (pen.textAlign === "right" ? -4 : 4) * ratio, top + 2 * ratio);
+      pen.restore();
+    });
   }
 
   function tell(figure, chart, plot, at) {
@@ -128,7 +154,7 @@
         { ...ruler, size: 20, label: axis === "step" ? chart.x : "minutes", labelSize: 16, labelFont: font, labelGap: 0, space: 60 },
         { ...ruler, size: 52, space: 32, values: (_, ticks) => ticks.map(short) },
       ],
-      hooks: { setCursor: [(self) => tell(figure, chart, self, self.cursor.idx === undefined ? null : self.cursor.idx)] },
+      hooks: { draw: [(self) => drawMarks(self, axis)], setCursor: [(self) => tell(figure, chart, self, self.cursor.idx === undefined ? null : self.cursor.idx)] },
     }, data, box);
     plot.axisName = axis;
     together.sub(plot);
@@ -149,16 +175,19 @@
     board.dataset.drawn = String(charts.length);
   }
 
+  function show(text) {
+    if (text === drawn) return;
+    drawn = text;
+    ({ charts, marks = [] } = JSON.parse(text));
+    drawAll();
+  }
+
   async function load() {
     if (document.hidden) return;
     try {
       const answer = await fetch(board.dataset.from, { headers: { Accept: "application/json" } });
       if (!answer.ok) return;
-      const text = await answer.text();
-      if (text === drawn) return;
-      drawn = text;
-      charts = JSON.parse(text).charts;
-      drawAll();
+      show(await answer.text());
     } catch (error) {
       if (!(error instanceof TypeError)) throw error; // the server is away; the page says so elsewhere
     }
@@ -185,6 +214,11 @@
     window.clearTimeout(resized);
     resized = window.setTimeout(drawAll, 150);
   });
+  const inline = document.getElementById(board.dataset.inline);
+  if (inline) {
+    show(inline.textContent);
+    return;
+  }
   document.addEventListener("visibilitychange", load);
   load();
   if (board.dataset.live !== "no") window.setInterval(load, AGAIN_MS);
