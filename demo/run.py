@@ -226,6 +226,6 @@ def _cost_line(cost: KillCost | None) -> str:
     if cost is None or not cost.jobs:
         return ""
     return (
-        f"  the kill: {cost.kill.worker} held {len(cost.jobs)} jobs; their next attempts began {cost.wait_s:.1f} s later "
-        f"and decoded {cost.decoded_again:,} tokens, about {cost.decoded_twice:,} of them for the second time\n"
+        f"  {cost.kill.worker} was killed with {len(cost.jobs)} jobs; their next attempts began {cost.wait_s:.1f} s "
+        f"later and decoded {cost.decoded_again:,} tokens, about {cost.decoded_twice:,} of them for the second time\n"
     )

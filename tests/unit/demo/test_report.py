@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
+from sluice.consumers.history.curves import Chart, line
 from sluice.consumers.training.step_log import StepLog
-from sluice.demo import report
+from sluice.demo import answers, report
 from sluice.demo.audit import audit
-from sluice.demo.charts import Line, bar_chart, line_chart
+from sluice.demo.charts import Mark, bar_chart, still, tick
 from sluice.demo.cli import demo
-from sluice.demo.digits.model import ModelSettings
-from sluice.demo.digits.warm_start import WarmStartSettings, ensure_warm_start
-from sluice.demo.drill import Drill, Moment
+from sluice.demo.drill import Drill
 from sluice.demo.heldout import Heldout
 from sluice.demo.mid_sequence import MidSequence
-from sluice.demo.tasks import DemoTask, load_task
+from sluice.demo.report import Report
+from sluice.demo.tasks import load_task
 from sluice.demo.tools.demonstrations import worked
 from sluice.demo.tools.evaluate import Conversation
 from sluice.demo.tools.problems import Problem
@@ -31,6 +32,7 @@ from sluice.pipeline.config.types import Config, DataConfig
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.queue import job_id_for
 from sluice.pipeline.status.snapshot import Snapshot
+from tests.demo_runs import inlined, report_of, without_scripts, written
 
 
 def run_of(tmp_path: Path, rows: int = 4, **counts: int) -> tuple[Config, list[str]]:
@@ -85,69 +87,147 @@ def test_the_trajectories_of_one_rollout_are_one_of_the_data(tmp_path: Path, par
     assert (found.lost, found.duplicated) == (0, doubled)
 
 
-def test_a_chart_is_one_svg_whatever_its_points() -> None:
-    for points in ([], [(0.0, 0.0)], [(0.0, 1.0), (5.0, -1.0)], [(1.0, 1e9)]):
-        root = ElementTree.fromstring(line_chart("a < b & c", "x", [Line("<n>", points)], mark=0.5))
+def chart(*points: tuple[float, float], name: str = "<n>", unit: str = "score") -> Chart:
+    made = [line(name, [(x, x, y) for x, y in points])] if points else []
+    return Chart(key="k", title="a < b & c", unit=unit, about="", lines=made)
+
+
+def test_a_still_picture_is_one_svg_whatever_its_points() -> None:
+    for points in ([], [(0.0, 0.0)], [(0.0, 1.0), (5.0, -1.0)], [(1.0, 1e9)], [(3.0, -2.0)]):
+        root = ElementTree.fromstring(still(chart(*points), [Mark("<kill>", 2.0, 2.0), Mark("far", 1e6, 1.0)]))
         assert root.tag.endswith("svg")
+        assert "<kill>" in [text.text for text in root.iter("text")]
+        assert not [one for one in root.iter() if "style" in one.attrib]  # the page's policy refuses them
+
+
+def test_a_still_picture_goes_from_left_to_right_and_up() -> None:
+    root = ElementTree.fromstring(still(chart((0.0, 0.0), (10.0, 0.5), (20.0, 1.0), unit="share")))
+    (drawn,) = root.iter("polyline")
+    (x0, y0), (x1, y1), (x2, y2) = (map(float, pair.split(",")) for pair in drawn.attrib["points"].split())
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
+    assert y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
+    assert x1 > x0
+    assert y1 < y0
 
 
 def test_a_bar_is_as_high_as_its_value() -> None:
     for bars in ([], [("<1>", 0.0)]):
-        assert ElementTree.fromstring(bar_chart("a < b", "x", "y", bars)).tag.endswith("svg")
-    root = ElementTree.fromstring(bar_chart("t", "x", "y", [("1", 40.0), ("2", 10.0)]))
-    first, second = (float(bar.attrib["height"]) for bar in root if bar.tag == "rect")
+        assert ElementTree.fromstring(bar_chart("x", bars)).tag.endswith("svg")
+    root = ElementTree.fromstring(bar_chart("x", [("1", 40.0), ("2", 10.0)]))
+    first, second = (float(bar.attrib["height"]) for bar in root.iter("rect"))
     assert first == pytest.approx(4 * second, abs=0.2)
 
 
-def write_page(
-    run_dir: Path, task: DemoTask, heldout: Heldout, counts: Mapping[str, int], landed: MidSequence | None = None
-) -> str:
-    """A report over a made-up timeline; `<metric>` goes from 0.1 to 0.9."""
-    config, _ = run_of(run_dir)
-    drill = Drill(task, config, run_dir / "evals.jsonl", kill=True)
-    drill.timeline = [Moment(float(at), at * 100, at, at, at) for at in range(9)]
-    drill.kill_at_s = 3.0
-    (run_dir / "evals.jsonl").write_text(f'{{"version": 1, "{task.metric}": 0.5}}\n{{"version": 2, "{task.metric}"')
-    names = ("trained", "lost", "duplicated", "dead", "dropped", "worker_kills", "versions", "enqueued")
-    summary: dict[str, Any] = {name: 1 for name in names} | dict(counts) | {"pipeline_s": 3.0, "wall_s": 4.0}
-    summary |= {f"{task.metric}_warm": 0.1, f"{task.metric}_final": 0.9}
-    page = report.write(run_dir, task, summary=summary, drill=drill, heldout=heldout, landed=landed)
-    text = page.read_text()
-    assert "0.90" in text
-    assert "SIGKILL" in text
-    assert task.metric_meaning in text
-    assert task.rollouts.meaning in text
+@pytest.mark.parametrize(("span", "step"), [(1.0, 0.5), (4.0, 1.0), (7.9, 2.0), (300.0, 100.0), (0.03, 0.01)])
+def test_ticks_are_round(span: float, step: float) -> None:
+    assert tick(span) == pytest.approx(step)
+
+
+def test_the_report_needs_nothing_but_itself(tmp_path: Path) -> None:
+    text = written(tmp_path, report_of(tmp_path, load_task("pictures"), killed=True))
+    page = without_scripts(text)
+    assert set(re.findall(r"""\b(?:src|href|action)\s*=\s*["']?([a-z]*:?)""", page)) == {"data:"}
+    assert not re.search(r"@import|url\(", text)
+    assert not re.search(r"<[^>]*\sstyle=", page)  # the policy refuses them
+    assert "data:image/png;base64," in page
+
+
+def test_the_policy_names_exactly_the_scripts_and_styles_of_the_page(tmp_path: Path) -> None:
+    text = written(tmp_path, report_of(tmp_path, load_task("digits")))
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    parts = dict(part.split(" ", 1) for part in html.unescape(policy).split("; "))
+    for name, element in (("script-src", "script"), ("style-src", "style")):
+        found = re.findall(rf"<{element}>(.*?)</{element}>", text, re.DOTALL)
+        assert found
+        digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in found]
+        assert parts[name].split() == [f"'sha256-{digest}'" for digest in digests]
+    assert parts["default-src"] == "'none'"
+
+
+def test_the_report_tells_the_scores_apart_and_what_was_seen_before(tmp_path: Path) -> None:
+    task = load_task("pictures")
+    text = written(tmp_path, report_of(tmp_path, task))
+    assert "<h1>Held-out F1 0.10 → 0.90</h1>" in text
+    for words in (task.metric_meaning, task.rollouts.title, task.rollouts.meaning, task.seen):
+        assert html.escape(words, quote=False) in text
+    keys = [one["key"] for one in inlined(text)["charts"]]
+    assert keys[:5] == ["heldout", "rollouts", "sequences", "decoding", "loss"]
+    assert text.count('<figure class="chart"') == len(keys)
     assert "ended as loops" not in text  # the guard was off
-    assert not re.search(r"(src|href|@import|url\()\s*=?\s*[\"']?(https?:)?//", text)
-    assert "<script" not in text
-    return text
 
 
-def test_the_report_is_one_file_without_any_address(tmp_path: Path) -> None:
-    tiny = ModelSettings(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
-    model = ensure_warm_start(tmp_path / "cache", replace(WarmStartSettings(), num_steps=1, batch_size=1, model=tiny))
+def test_the_kill_is_a_mark_on_the_curves_and_a_sentence(tmp_path: Path) -> None:
+    text = written(tmp_path, report_of(tmp_path, load_task("digits"), killed=True))
+    (mark,) = inlined(text)["marks"]
+    assert (mark["name"], mark["step"], mark["at"]) == ("worker-1 killed", 3.0, 1003.5)
+    assert "<b>worker-1</b> got a SIGKILL 0:04 into the run and held 2 jobs." in text
+    assert "began 0.6 s after the kill, on worker-0." in text
+    assert "16 tokens were decoded by them; about 3 of these for the second time" in text
+    assert text.count('<rect class="died"') == text.count('<rect class="again"') == 2
+
+
+def test_a_run_without_a_kill_says_so(tmp_path: Path) -> None:
+    text = written(tmp_path, report_of(tmp_path, load_task("digits")))
+    assert inlined(text)["marks"] == []
+    assert "No worker was killed in this run" in text
+    assert "SIGKILL" not in text
+
+
+def test_what_cannot_be_known_of_a_kill_is_said(tmp_path: Path) -> None:
+    told = report_of(tmp_path, load_task("tools"), killed=True)
+    assert told.cost is not None
+    text = written(tmp_path, replace(told, cost=replace(told.cost, jobs=[])))
+    assert "while 2 sequences were running in it" in text
+    assert "calls of agent rollouts" in text
+
+
+def test_lost_sequences_are_the_headline(tmp_path: Path) -> None:
+    text = written(tmp_path, report_of(tmp_path, load_task("digits"), lost=3))
+    assert "but sequences were lost or trained twice</h1>" in text
+    assert 'class="verdict-band bad"' in text
+
+
+def test_a_stopped_run_has_a_report_of_what_it_had_done(tmp_path: Path) -> None:
+    told = report_of(tmp_path, load_task("digits"), killed=True)
+    counts = {"enqueued": 8, "trained": 4, "total": 3840, "worker_kills": 1, "versions": 4, "pipeline_s": 9.0}
+    text = written(tmp_path, replace(told, summary=counts, stopped=True))
+    assert "<h1>Stopped early: 4 of 3,840 sequences trained</h1>" in text
+    assert "of those that have ended since" in text
+    assert ">lost<" not in text
+
+
+def test_a_run_that_was_stopped_at_once_has_empty_parts_and_no_error(tmp_path: Path) -> None:
     task = load_task("digits")
-    text = write_page(tmp_path, task, Heldout.of(task, model, model, count=1), {})
-    assert "F1 over weight versions" in text
-    assert text.count("<svg") == 5
-    assert "mid-sequence" not in text
+    config = Config(run=tmp_path.name, run_dir=str(tmp_path.parent))
+    drill = Drill(task, config, tmp_path / "evals.jsonl", kill=True)
+    counts = {"enqueued": 0, "trained": 0, "total": 3840, "worker_kills": 0, "versions": 0, "pipeline_s": 1.0}
+    text = written(tmp_path, Report(task, counts, drill, task.heldout(2, 0), stopped=True))
+    assert "No step was trained, so there is nothing to draw." in text
+    assert "it ended before a quarter of its sequences was decoded" in text
+    assert "No version had been scored yet when the run ended." in text
 
 
-def test_the_report_shows_answers_and_what_landed_in_mid_sequence(tmp_path: Path) -> None:
+def test_problems_go_through_time_with_answers_escaped(tmp_path: Path) -> None:
     task = load_task("arithmetic")
     problem = task.heldout(1, 0)[0]
-    heldout = Heldout([problem], ["<b>=1"], [problem.worked])
-    landed = MidSequence(frozenset({3, 4}), {1: 40, 3: 24})
-    text = write_page(tmp_path, task, heldout, {"mid_sequence_updates": 2}, landed)
-    assert "Accuracy over weight versions" in text
-    assert "Weight versions within one trained sequence" in text
-    assert text.count("<svg") == 4
-    assert "&lt;b&gt;=1" in text
-    assert text.index('class="no"><b>wrong') < text.index('class="yes"><b>right')
+    views = {0: "</script><b>=1", 2: "1+1=3", 8: problem.worked}
+    told = replace(report_of(tmp_path, task), problems=[problem], landed=MidSequence(frozenset({3}), {1: 40, 3: 24}))
+    (tmp_path / answers.FILE).unlink()
+    for version, text in views.items():
+        view = task.answer_view(problem, text)
+        answers.keep(tmp_path / answers.FILE, answers.Answers(version, 1000.0 + version, [view]))
+    text = written(tmp_path, told)
+    assert "One held-out problem through time" in text
+    columns = [("warm start", "v0, 0:00"), ("1/4", "v2, 0:02"), ("last", "v8, 0:08")]
+    assert re.findall(r'<figcaption><b>([^<]*)</b> <span class="muted">(v[0-9]+, [0-9:]+)', text) == columns
+    pills = [("bad", "wrong"), ("bad", "wrong"), ("good", "right")]
+    assert re.findall(r'class="pill (good|bad)">(\w+)<', text) == pills
+    assert "<span>&lt;/script&gt;&lt;b&gt;=1</span>" in text
     assert f"<span>{problem.worked.split(';')[-1]}</span>" in text
+    assert "Trained sequences by the number of weight versions that sampled them: 1: 40, 3: 24" in text
 
 
-def test_the_report_of_rollouts_with_tools_shows_every_call(tmp_path: Path) -> None:
+def test_calls_of_tools_are_shown_and_turns_have_a_chart_of_their_own(tmp_path: Path) -> None:
     task = load_task("tools")
     problem = Problem((37, 46, 12), "*+", 0)
     right = Conversation(worked(problem), num_turns=3, ended=True)
@@ -155,11 +235,17 @@ def test_the_report_of_rollouts_with_tools_shows_every_call(tmp_path: Path) -> N
     heldout = Heldout([problem], [wrong], [right])
     scores = {"accuracy_warm": 0.0, "accuracy_final": 1.0, "turns_warm": 1.0, "turns_final": 3.0}
     assert heldout.scores(task) == scores
-    text = write_page(tmp_path, task, heldout, {"mid_sequence_updates": 2}, MidSequence(frozenset({3}), {1: 4}))
-    assert "Turns of a rollout over weight versions" in text
-    assert text.count("<svg") == 5
-    assert "&lt;b&gt;" in text
-    assert text.index('class="no"><b>wrong') < text.index('class="yes"><b>right')
+    told = replace(report_of(tmp_path, task, turns=2.5), problems=[problem])
+    (tmp_path / answers.FILE).unlink()
+    for version, one in ((0, wrong), (8, right)):
+        view = task.answer_view(problem, one)
+        answers.keep(tmp_path / answers.FILE, answers.Answers(version, 1000.0 + version, [view]))
+    text = written(tmp_path, told)
+    charts = {one["key"]: one for one in inlined(text)["charts"]}
+    assert [one["name"] for one in charts["heldout"]["lines"]] == ["accuracy"]
+    assert [one["name"] for one in charts["also"]["lines"]] == ["turns"]
+    assert charts["turns"]["lines"][0]["values"] == [2.5] * 8
+    assert "<span>&lt;b&gt;</span>" in text
     assert "<span>add {&#34;a&#34;: 1702, &#34;b&#34;: 12} → 1714</span>" in text
 
 
@@ -169,8 +255,8 @@ def test_what_the_guard_did_is_shown_where_it_was_on() -> None:
         {f"{prefix}active": 1.0, f"total/{prefix}triggered_sequences": 1.0, f"total/{prefix}tokens_saved": 40.0},
         {f"{prefix}active": 0.0, f"total/{prefix}triggered_sequences": 3.0, f"total/{prefix}tokens_saved": 90.0},
     ]
-    assert report.guard_cards(steps) == [("ended as loops", 3), ("tokens saved", 90)]
-    assert report.guard_cards([{f"{prefix}active": 0.0}]) == []
+    assert report.guard_sums(steps) == [("ended as loops", "3"), ("tokens saved", "90")]
+    assert report.guard_sums([{f"{prefix}active": 0.0}]) == []
 
 
 def test_fewer_prompts_than_one_are_refused(tmp_path: Path) -> None:
