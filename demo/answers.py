@@ -1,6 +1,6 @@
 """Answers to the same few held-out problems under several weight versions, as the report shows them.
 
-    evaluator, a line per version ─▶ answers.jsonl ─▶ through_time: the warm start, 1/4, 1/2, 3/4, the last
+    evaluator, a line per version ─▶ answers.jsonl ─▶ through_time: the warm start, a quarter, half, three quarters, the last
 
 - A task draws a problem (`ProblemView`) and an answer (`AnswerView`); nobody else knows what its answers are.
 - The problems are the first ones of the held-out set: they aren't chosen by what the model makes of them.
@@ -20,7 +20,7 @@ from sluice.pipeline.wire.codec import read_json
 FILE = "answers.jsonl"  # in the run's directory
 SHOWN = 5  # problems
 _MOST_CHARS = 400
-_PARTS = ((1 / 4, "1/4"), (1 / 2, "1/2"), (3 / 4, "3/4"))
+_PARTS = ((1 / 4, "a quarter"), (1 / 2, "half"), (3 / 4, "three quarters"))
 
 
 class Box(msgspec.Struct, frozen=True):

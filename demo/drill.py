@@ -16,7 +16,8 @@ from sluice.pipeline.run.progress_panel import Progress
 from sluice.pipeline.run.supervisor import Supervisor
 from sluice.pipeline.status.snapshot import Snapshot
 
-_KILL_AT = 0.25  # of the sequences decoded
+_KILL_AT, _KILL_LATEST = 0.25, 0.5  # of the sequences decoded
+_FRESH_S = 0.5
 _VICTIM = "worker-1"
 
 
@@ -78,9 +79,13 @@ class Drill:
         return replace(kill, back_s=max(0.0, row.at - kill.at))
 
     def _is_time(self, now: Snapshot) -> bool:
-        if now.total is None or now.committed < _KILL_AT * now.total:
+        """With a full batch a quarter through, by a heartbeat that is fresh; half through, whenever it decodes."""
+        row = now.process(_VICTIM)
+        if now.total is None or row is None or not row.is_alive or now.committed < _KILL_AT * now.total:
             return False
-        return _running(now) > 0
+        if now.committed >= _KILL_LATEST * now.total:
+            return _running(now) > 0
+        return row.age_s <= _FRESH_S and _running(now) >= self.config.worker.max_batch // 2
 
 
 def _running(now: Snapshot) -> int:

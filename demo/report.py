@@ -36,7 +36,7 @@ from sluice.pipeline.files import write_atomic
 
 _STATIC = files("sluice.consumers.dashboard") / "static"
 _FIRST = ("heldout", "reward", "rollouts", "sequences", "decoding", "loss")  # charts, before all others
-_WINDOW_S = 5.0  # over which the decoding rate is counted
+_WINDOW_S = 10.0  # over which the decoding rate is counted
 _INDEX_S = 20.0
 _LEAST_ROW, _MOST_ROW, _ROWS = 3.0, 14.0, 190.0  # heights in the picture of the kill
 _WIDTH = 1000.0
@@ -179,7 +179,8 @@ def _decoding(drill: Drill, steps: list[dict[str, Any]]) -> Chart:
     at = _step_at(steps)
     points: list[tuple[float, float, float]] = []
     start = 0
-    for index, moment in enumerate(drill.timeline):
+    busy = [moment for moment in drill.timeline if moment.committed < drill.timeline[-1].committed]
+    for index, moment in enumerate(busy):
         while moment.at_s - drill.timeline[start].at_s > _WINDOW_S:
             start += 1
         span = moment.at_s - drill.timeline[start].at_s

@@ -207,7 +207,7 @@ def _print(task: DemoTask, summary: dict[str, Any], cost: KillCost | None, page:
     last = summary.get("rollouts_last")
     rollouts = "" if last is None else f"  not the {last:.2f} of the last steps' {task.rollouts.meaning}\n"
     landed = "" if updates is None else f"; {updates} of them landed in the middle of sequences"
-    seen = f"  runs with these settings ended at {task.seen}\n" if usual and task.seen else ""
+    seen = f"  final scores seen with these settings: {task.seen}\n" if usual and task.seen else ""
     print(
         f"{task.metric_title} {before:.2f} → {after:.2f} over {summary['versions']} weight versions{landed}\n"
         f"  {task.num_heldout} held-out problems, decoded greedily: {task.metric_meaning}\n"
@@ -215,7 +215,7 @@ def _print(task: DemoTask, summary: dict[str, Any], cost: KillCost | None, page:
         f"{summary['enqueued']} sequences enqueued = {summary['trained']} trained + {summary['dead']} dead "
         f"+ {summary['dropped']} dropped; {summary['lost']} lost, {summary['duplicated']} trained twice "
         f"({summary['worker_kills']} worker killed on the way)\n"
-        f"{_cost_line(cost)}"
+        f"{'' if task.calls_leave_no_log else _cost_line(cost)}"
         f"pipeline {summary['pipeline_s']:.0f} s, in all {summary['wall_s']:.0f} s\n"
         f"report: {page}",
         file=sys.stderr,
@@ -223,8 +223,10 @@ def _print(task: DemoTask, summary: dict[str, Any], cost: KillCost | None, page:
 
 
 def _cost_line(cost: KillCost | None) -> str:
-    if cost is None or not cost.jobs:
+    if cost is None:
         return ""
+    if not cost.jobs:
+        return f"  {cost.kill.worker} held no job when it was killed\n"
     return (
         f"  {cost.kill.worker} was killed with {len(cost.jobs)} jobs; their next attempts began {cost.wait_s:.1f} s "
         f"later and decoded {cost.decoded_again:,} tokens, about {cost.decoded_twice:,} of them for the second time\n"

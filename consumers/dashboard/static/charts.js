@@ -87,7 +87,13 @@
       pen.font = 11 * ratio + "px " + getComputedStyle(document.body).fontFamily;
       pen.textAlign = x > left + width * 0.7 ? "right" : "left";
       pen.textBaseline = "top";
-      pen.fillText(mark.name, x + (pen.textAlign === "right" ? -4 : 4) * ratio, top + 2 * ratio);
+      const place = [mark.name, x + (pen.textAlign === "right" ? -4 : 4) * ratio, top + 2 * ratio];
+      pen.setLineDash([]);
+      pen.lineWidth = 4 * ratio;
+      pen.lineJoin = "round";
+      pen.strokeStyle = style("--card");
+      pen.strokeText(...place); // readable over the lines
+      pen.fillText(...place);
       pen.restore();
     });
   }

@@ -25,10 +25,10 @@ def shown(versions: range | list[int], last: int) -> list[tuple[str, int]]:
 
 
 def test_five_versions_are_shown_at_quarters_of_the_run() -> None:
-    expected = [("warm start", 0), ("1/4", 15), ("1/2", 30), ("3/4", 45), ("last", 60)]
+    expected = [("warm start", 0), ("a quarter", 15), ("half", 30), ("three quarters", 45), ("last", 60)]
     assert shown(range(61), 60) == expected
     assert shown([0, 13, 16, 29, 46, 60], 60) == [
-        ("warm start", 0), ("1/4", 16), ("1/2", 29), ("3/4", 46), ("last", 60),
+        ("warm start", 0), ("a quarter", 16), ("half", 29), ("three quarters", 46), ("last", 60),
     ]  # fmt: skip
 
 
@@ -38,9 +38,9 @@ def test_five_versions_are_shown_at_quarters_of_the_run() -> None:
         ([], 60, []),
         ([0], 0, [("warm start", 0)]),
         ([0, 60], 60, [("warm start", 0), ("last", 60)]),
-        ([0, 31, 60], 60, [("warm start", 0), ("1/2", 31), ("last", 60)]),
+        ([0, 31, 60], 60, [("warm start", 0), ("half", 31), ("last", 60)]),
         ([3, 20], 60, [("first scored", 3), ("last scored", 20)]),
-        ([0, 1, 2, 3], 3, [("warm start", 0), ("1/4", 1), ("3/4", 2), ("last", 3)]),
+        ([0, 1, 2, 3], 3, [("warm start", 0), ("a quarter", 1), ("three quarters", 2), ("last", 3)]),
     ],
 )
 def test_fewer_versions_are_named_for_what_they_are(

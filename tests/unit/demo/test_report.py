@@ -218,7 +218,7 @@ def test_problems_go_through_time_with_answers_escaped(tmp_path: Path) -> None:
         answers.keep(tmp_path / answers.FILE, answers.Answers(version, 1000.0 + version, [view]))
     text = written(tmp_path, told)
     assert "One held-out problem through time" in text
-    columns = [("warm start", "v0, 0:00"), ("1/4", "v2, 0:02"), ("last", "v8, 0:08")]
+    columns = [("warm start", "v0, 0:00"), ("a quarter", "v2, 0:02"), ("last", "v8, 0:08")]
     assert re.findall(r'<figcaption><b>([^<]*)</b> <span class="muted">(v[0-9]+, [0-9:]+)', text) == columns
     pills = [("bad", "wrong"), ("bad", "wrong"), ("good", "right")]
     assert re.findall(r'class="pill (good|bad)">(\w+)<', text) == pills
