@@ -1,6 +1,6 @@
 """Answers to the same few held-out problems under several weight versions, as the report shows them.
 
-    evaluator, a line per version ─▶ answers.jsonl ─▶ through_time: the warm start, a quarter, half, three quarters, the last
+    evaluator, a line per version ─▶ answers.jsonl ─▶ through_time: warm start, quarters, last
 
 - A task draws a problem (`ProblemView`) and an answer (`AnswerView`); nobody else knows what its answers are.
 - The problems are the first ones of the held-out set: they aren't chosen by what the model makes of them.

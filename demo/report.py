@@ -256,7 +256,7 @@ def kill_picture(cost: KillCost) -> KillPicture | None:
         }
         for index, job in enumerate(cost.jobs)
     ]
-    labels = ["the kill" if at == 0 else f"{at * step:+g} s".replace("-", "−") for at in range(-before, after)]
+    labels = ["kill" if at == 0 else f"{at * step:+g} s".replace("-", "−") for at in range(-before, after)]
     return KillPicture(round(size * len(rows), 1), x(kill), rows, labels)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.demo_runs import inlined
 from tests.e2e.fixtures import MakeStack
 from tests.e2e.processes import Process, wait_gone
 
@@ -27,8 +28,28 @@ def test_the_demo_learns_from_pictures_and_loses_nothing(make_stack: MakeStack) 
     assert found["f1_final"] > found["f1_warm"] + 0.1, found
     (run,) = directory.glob("runs/pictures-*")
     assert len(list(run.glob("scenes/*.png"))) == _PROMPTS
-    assert "data:image/png;base64," in (run / "report.html").read_text()
+    check_report((run / "report.html").read_text(), found)
     assert audited(stack.sluice("audit", str(run), "--json")) > 0
+
+
+def check_report(page: str, found: dict[str, Any]) -> None:
+    """Curves with the kill on them, what the kill cost, and five scenes through time, from this run's own data."""
+    curves = inlined(page)
+    keys = [one["key"] for one in curves["charts"]]
+    assert {"heldout", "rollouts", "sequences", "decoding", "loss", "staleness", "length", "tokens"} <= set(keys)
+    heldout = next(one for one in curves["charts"] if one["key"] == "heldout")["lines"][0]
+    assert heldout["values"][-1] > heldout["values"][0] + 0.1
+    (mark,) = curves["marks"]
+    assert mark["name"] == "worker-1 killed"
+    assert heldout["at"][0] < mark["at"] < heldout["at"][-1]
+    # It is killed by a fresh heartbeat that has a full batch; on a slow machine it may have committed all of it since.
+    assert page.count('<rect class="died"') == page.count('<rect class="again"') == found["kill_jobs"]
+    assert 0 <= found["kill_decoded_twice"] <= found["kill_decoded_again"]
+    assert page.count('<article class="problem">') == 5
+    assert page.count('<figure class="frame">') >= 5 * 3  # the warm start, the last, and one between, whatever the pace
+    assert page.count("data:image/png;base64,") == page.count('<figure class="frame">')
+    assert "<b>warm start</b>" in page
+    assert f'<b>last</b> <span class="muted">v{found["versions"]}' in page
 
 
 def audited(audit: Process) -> int:

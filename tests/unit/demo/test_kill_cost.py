@@ -108,7 +108,7 @@ def test_the_picture_has_a_row_per_job_and_labels_at_equal_parts_of_its_width(tm
     store(tmp_path).record([taken_over("a", 10.5), taken_over("b", 11.0)])
     picture = kill_picture(kill_cost(tmp_path, KILL))
     assert picture is not None
-    assert picture.labels == ["−1 s", "−0.5 s", "the kill", "+0.5 s", "+1 s", "+1.5 s"]  # from 9 s to 12 s
+    assert picture.labels == ["−1 s", "−0.5 s", "kill", "+0.5 s", "+1 s", "+1.5 s"]  # from 9 s to 12 s
     assert picture.kill_x == pytest.approx(1000 / 3, abs=0.1)
     first, second = picture.rows
     assert (first["x"], first["died"]) == (0.0, pytest.approx(333.3))

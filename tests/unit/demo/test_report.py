@@ -194,6 +194,7 @@ def test_a_stopped_run_has_a_report_of_what_it_had_done(tmp_path: Path) -> None:
     assert "<h1>Stopped early: 4 of 3,840 sequences trained</h1>" in text
     assert "of those that have ended since" in text
     assert ">lost<" not in text
+    assert "The curve <i>Held out</i> is of 100 problems" in text
 
 
 def test_a_run_that_was_stopped_at_once_has_empty_parts_and_no_error(tmp_path: Path) -> None:

@@ -151,9 +151,9 @@ def test_a_model_that_calls_the_calculator_is_measured_with_it(tmp_path_factory:
     assert [one.messages[2]["content"] for one in conversations] == [
         str(one.calls[0].result) for one in CONVERSATIONS if one.calls
     ]
-    row = task.show(chosen[:1], conversations[:1], conversations[:1])[0]
-    assert row["views"][0]["lines"][0] == 'multiply {"a": 37, "b": 46} → 1702'
-    assert row["views"][1] == {"lines": [*row["views"][0]["lines"][:-1], "1714"], "right": True}
+    view = task.answer_view(chosen[0], conversations[0])
+    assert (view.lines[0], view.lines[-1]) == ('multiply {"a": 37, "b": 46} → 1702', "1714")
+    assert (view.score, view.state) == ("right", "good")
 
 
 def _problem(text: str) -> Problem:
