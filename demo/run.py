@@ -179,7 +179,10 @@ def _report_stopped(task: DemoTask, run_dir: Path, drill: Drill, pipeline_s: flo
     cost = None if drill.kill is None else kill_cost(run_dir / "history", drill.kill)
     problems = task.heldout(SHOWN, SEED)
     page = report.write(run_dir, Report(task, summary | _rollouts(task, run_dir), drill, problems, cost, stopped=True))
-    print(f"stopped early, so there are no final scores; a new demo starts from the beginning\nreport: {page}", file=sys.stderr)
+    print(
+        f"stopped early, so there are no final scores; a new demo starts from the beginning\nreport: {page}",
+        file=sys.stderr,
+    )
 
 
 def _cost(cost: KillCost) -> dict[str, Any]:
