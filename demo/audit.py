@@ -10,7 +10,7 @@ import msgspec
 
 from sluice.consumers.training.step_log import read_steps
 from sluice.pipeline.config import Config
-from sluice.pipeline.queue import job_id_for
+from sluice.pipeline.queue import job_id_for, rollout_group_for
 from sluice.pipeline.status.snapshot import Snapshot
 from sluice.producers.source import Row, identity, read_rows
 
@@ -55,9 +55,9 @@ def _whole(seq_id: str) -> str:
 
 
 def _expected(config: Config) -> set[str]:
-    n = config.producer.group_size
+    n, name_of = config.producer.group_size, rollout_group_for if config.rollout.url else job_id_for
     return {
-        f"{job_id_for(config.run, identity(row), epoch, config.sampling, n)}:{index}"
+        f"{name_of(config.run, identity(row), epoch, config.sampling, n)}:{index}"
         for epoch in range(config.data.epochs)
         for row in read_rows(config.data)
         if isinstance(row, Row)

@@ -28,9 +28,9 @@ from sluice.demo.tasks import load_task
 from sluice.demo.tools.demonstrations import worked
 from sluice.demo.tools.evaluate import Conversation
 from sluice.demo.tools.problems import Problem
-from sluice.pipeline.config.types import Config, DataConfig
+from sluice.pipeline.config.types import Config, DataConfig, RolloutConfig
 from sluice.pipeline.errors import ConfigError
-from sluice.pipeline.queue import job_id_for
+from sluice.pipeline.queue import job_id_for, rollout_group_for
 from sluice.pipeline.status.snapshot import Snapshot
 from tests.demo_runs import inlined, report_of, without_scripts, written
 
@@ -76,6 +76,15 @@ def test_dead_and_dropped_sequences_are_not_lost_and_strangers_count_as_doubled(
     ledger(tmp_path, [*ids[:2], "stranger:0"])
     found = audit(config, tmp_path)
     assert (found.lost, found.duplicated) == (0, 1)
+
+
+def test_rollouts_are_known_by_the_ids_that_their_producer_gives_them(tmp_path: Path) -> None:
+    config, _ = run_of(tmp_path)
+    config = msgspec.structs.replace(config, rollout=RolloutConfig(url="http://127.0.0.1:1"))
+    ids = [f"{rollout_group_for('r', str(number), 0, config.sampling, 1)}:0" for number in range(4)]
+    ledger(tmp_path, ids[:3], [ids[3], f"{ids[3]}/1"])
+    found = audit(config, tmp_path)
+    assert (found.lost, found.duplicated) == (0, 0)
 
 
 @pytest.mark.parametrize(("part", "doubled"), [("/2", 0), ("/1", 1), ("stranger:0/1", 1)])
