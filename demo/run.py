@@ -231,6 +231,6 @@ def _cost_line(cost: KillCost | None) -> str:
     if not cost.jobs:
         return f"  {cost.kill.worker} held no job when it was killed\n"
     return (
-        f"  {cost.kill.worker} was killed with {len(cost.jobs)} jobs; their next attempts began {cost.wait_s:.1f} s "
-        f"later and decoded {cost.decoded_again:,} tokens, about {cost.decoded_twice:,} of them for the second time\n"
+        f"  {cost.kill.worker} was killed with {len(cost.jobs)} jobs: next attempts {cost.wait_s:.1f} s later, "
+        f"{cost.decoded_again:,} tokens decoded again, about {cost.decoded_twice:,} of them twice\n"
     )

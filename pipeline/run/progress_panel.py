@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from sluice.pipeline.roles import colour
 from sluice.pipeline.status.descriptions import guard, guard_counts, waits_for
@@ -46,7 +47,8 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
-        self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+        # Not markup=False: while the panel is live, it's printed by the same call, with the same flags.
+        self.console.print(Text(line), highlight=False, soft_wrap=True)
 
     def update(self, now: Snapshot) -> None:
         """Draw the newest state."""

@@ -89,3 +89,15 @@ def test_triggers_are_counted_where_a_guard_is_on() -> None:
     assert progress.cells(state(**watched))["triggers"] == "0"
     metrics = {"total/rollout/repeat_terminate_triggered_sequences": 3.0}
     assert progress.cells(state(**watched, metrics=metrics))["triggers"] == "3"
+
+
+def test_a_line_said_beside_the_panel_shows_its_brackets_and_leaves_the_panel_its_styles() -> None:
+    out = StringIO()
+    with Progress("title", Console(file=out, force_terminal=True, force_interactive=True, width=120)) as progress:
+        progress.update(state())
+        assert progress.live is not None
+        progress.live.refresh()  # from now on, what is printed brings the panel along
+        progress.say("worker-1 [bold]stays[/bold]")
+    assert "worker-1 [bold]stays[/bold]" in out.getvalue()
+    assert "enqueued" in out.getvalue()
+    assert "[dim]" not in out.getvalue()
