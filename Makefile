@@ -28,7 +28,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYRIGHT_PYTHON_GLOBAL_NODE := off
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-late test-all test-redis8 test-clients test-gpu soak check format schema clean
+.PHONY: help setup demo test test-late test-all test-redis8 test-clients test-gpu soak check format schema docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -88,6 +88,10 @@ format: setup ## Format and sort imports
 
 schema: setup ## Write docs/config.schema.json from the types
 	@$(BIN)/sluice config schema > docs/config.schema.json
+
+docs: ## Build the documentation site into build/site; a broken link or anchor is an error
+	@$(PYTHON) scripts/bootstrap.py docs
+	@$(BIN)/python scripts/docs_site.py $(ARGS)
 
 clean: ## Remove .venv, caches and build output; runs and their data (.sluice) stay
 	@rm -rf .venv .venv.lock build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis

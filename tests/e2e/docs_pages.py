@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", *(f"docs/{path.name}" for path in sorted(DOCS.glob("*.md")))]
-_LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+_LINK = re.compile(r"""\]\(([^)\s]+)\)|\s(?:src|srcset|href)="([^"]+)""")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.status.snapshot import StallKind
 from tests.e2e.docs_pages import DOCS, PAGES, ROOT, anchors, links
 
-ALL = [*PAGES, *(f"docs/decisions/{path.name}" for path in sorted((DOCS / "decisions").glob("*.md")))]
+TOP = {path.name for path in ROOT.glob("*.md")}
+ALL = sorted({*TOP, *PAGES, *(f"docs/decisions/{path.name}" for path in (DOCS / "decisions").glob("*.md"))})
 
 
 @pytest.mark.parametrize("page", ALL)
