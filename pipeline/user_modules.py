@@ -17,6 +17,7 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
+import sluice
 from sluice.pipeline.config.suggest import did_you_mean
 from sluice.pipeline.errors import ConfigError
 
@@ -35,6 +36,8 @@ _MOVED = {
     "workers": "sluice.workers",
     "workers.generation": "sluice.workers.engine",
 }
+
+_EXAMPLES = Path(sluice.__file__).resolve().parent / "examples"
 
 
 def load_object(path: str, where: str) -> Any:
@@ -64,7 +67,7 @@ def installed(group: str, name: str) -> Any:
 
 
 def _file(name: str, where: str) -> ModuleType:
-    path = Path(name).expanduser().resolve()
+    path = _shipped(Path(name).expanduser().resolve(), name)
     if not path.is_file():
         raise ConfigError(f"{where}: {path}: no such file; give a path from the working directory of every process")
     known = next((one for one in list(sys.modules.values()) if _is_from(one, path)), None)
@@ -84,6 +87,12 @@ def _file(name: str, where: str) -> ModuleType:
         line = f", line {frames[-1].lineno}" if frames else ""
         raise ConfigError(f"{where}: cannot import {path}{line} ({type(error).__name__}: {error})") from error
     return module
+
+
+def _shipped(path: Path, name: str) -> Path:
+    """`examples/own_reward.py` works wherever sluice is installed, as `configs/text.yaml` does; else the path."""
+    shipped = _EXAMPLES / path.name
+    return shipped if Path(name).parent == Path("examples") and not path.is_file() and shipped.is_file() else path
 
 
 def _is_from(module: ModuleType, path: Path) -> bool:

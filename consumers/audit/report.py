@@ -141,7 +141,7 @@ def print_report(found: Report, *, may_be_half: bool) -> None:
         say(f"\nthe worst {len(found.worst)} of {found.wrong:,} wrong tokens")
         console.print(_worst(found))
         if may_be_half and found.faults.get("behaviour"):
-            say("half-precision engines have larger errors; see docs/audit.md for the --tolerance they need")
+            say("half-precision engines have larger errors; `sluice help docs audit` says which --tolerance they need")
 
 
 def _shares(found: Report) -> Table:

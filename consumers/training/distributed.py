@@ -27,7 +27,7 @@ Shard = Callable[[torch.nn.Module, torch.optim.Optimizer], None]
 _LAUNCHED = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # a scheduler may set WORLD_SIZE for other programs, but not this
 _START_WAIT_S = 60.0
-_GUIDE = "see docs/training-distributed.md"
+_GUIDE = "see `sluice help docs training-distributed`"
 
 
 def started_sharded(environ: Mapping[str, str]) -> bool:

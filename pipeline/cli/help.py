@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cyclopts import App, Group
 
-from sluice.pipeline.errors import EXIT_CODES
+import sluice
+from sluice.pipeline.errors import EXIT_CODES, ConfigError
 from sluice.pipeline.roles import ROLES
+from sluice.pipeline.terminal import columns
 
 if TYPE_CHECKING:
     from cyclopts.help import HelpEntry, HelpPanel
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _TITLES = {"Parameters": "Options"}  # cyclopts' word for them
+_DOCS = Path(sluice.__file__).parent / "docs"
 _NAMES = 16  # columns: what fits stands beside its description, longer names above it
 
 
@@ -170,6 +174,20 @@ def as_markdown(app: App) -> str:
     _, first, commands = app.generate_docs().partition(f"**{next(iter(HEADINGS))}**")
     page = _PAGE.format(codes=codes) + first + _EXAMPLES.sub(_as_block, _MODULE.sub(r"\1", commands))
     return page.rstrip() + "\n"
+
+
+def page(name: str = "", *more: str) -> str:
+    """A page of docs/ as it is written, or a line for each page; raises ConfigError if there's none of this name."""
+    pages = {path.stem: path for path in sorted(_DOCS.glob("*.md")) if path.stem != "README"}
+    if not name:
+        titles = ((stem, path.read_text().partition("\n")[0].removeprefix("# ")) for stem, path in pages.items())
+        return "\n".join(columns(titles)) + "\n"
+    if name not in pages or more:
+        from sluice.pipeline.config.suggest import did_you_mean  # --help doesn't wait for the configuration's types
+
+        asked = " ".join([name, *more])
+        raise ConfigError(f"docs: no page {asked!r}; {did_you_mean(asked, list(pages))}")
+    return pages[name].read_text()
 
 
 def _as_block(found: re.Match[str]) -> str:

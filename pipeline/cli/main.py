@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
-from sluice.pipeline.cli.help import OPTIONS, Layout, as_markdown, heading_of, order_of
+from sluice.pipeline.cli.help import OPTIONS, Layout, as_markdown, heading_of, order_of, page
 from sluice.pipeline.errors import EXIT_CODES, INTERRUPTED, WRONG_USAGE, BrokerError, SluiceError, first_cause
 from sluice.pipeline.terminal import columns, say
 
@@ -70,21 +70,27 @@ def completion(
 
 def help_(
     *topic: Annotated[
-        str, Parameter(help="A command such as `dlq replay`, or `exit-codes`; without one, all commands.")
+        str,
+        Parameter(
+            help="A command such as `dlq replay`, `exit-codes`, `docs`, or `docs` and a page; by default all commands."
+        ),
     ],
     markdown: Annotated[
         bool, Parameter(negative="", show_default=False, help="All commands on one page, as in docs/cli.md.")
     ] = False,
 ) -> int | None:
-    """Explain a command, or the exit codes.
+    """Explain a command, or the exit codes; show a page of the documentation.
 
     Example: `sluice help dlq replay`
     Example: `sluice help exit-codes`
+    Example: `sluice help docs tour`
     """
     if markdown:
         say(as_markdown(build()), end="")
     elif topic == ("exit-codes",):
         say("\n".join(columns((str(code), meaning) for code, meaning in EXIT_CODES.items())))
+    elif topic[:1] == ("docs",):
+        say(page(*topic[1:]), end="")
     else:
         build()([*topic, "--help"], result_action="return_value", print_error=False, exit_on_error=False)
 
@@ -92,7 +98,7 @@ def help_(
 GROUP = "sluice.commands"
 _HELP = """Rollouts for post-training language models, as a queue on Redis.
 
-`sluice COMMAND --help` shows examples. All commands on one page: docs/cli.md. Getting started: README.md.
+`sluice COMMAND --help` shows examples. Getting started: `sluice help docs tour`. All pages: `sluice help docs`.
 
 Exit codes: 0 done, 1 other, 2 usage or configuration, 3 data, 4 broker, 5 model, 6 weights, 7 out of time, 8 engine,
 9 some rows of `sluice generate` failed, 130 Ctrl-C, 143 SIGTERM. More: `sluice help exit-codes`.

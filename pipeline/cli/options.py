@@ -72,7 +72,7 @@ RewardOption = Annotated[
     Parameter(
         name="--reward",
         help="Your reward function, my_rewards.py:score or package.module:score; turns the policy loss on "
-        "(docs/tasks.md).",
+        "(`sluice help docs tasks`).",
     ),
 ]
 """The same as `--set rollout_matching.reward=…`."""

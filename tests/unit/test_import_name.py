@@ -98,11 +98,16 @@ def test_one_name_is_installed_with_all_that_belongs_to_it(installed: Path) -> N
     tops = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
     assert tops == {"sluice"}
     tracked = subprocess.run(
-        ["git", "ls-files", *FOLDERS, "configs", "examples"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", *FOLDERS, "configs", "examples", ":(glob)docs/*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split()
     missing = [path for path in tracked if (ROOT / path).is_file() and not (installed / "sluice" / path).is_file()]
     assert missing == []
     assert (installed / "sluice/py.typed").is_file()
+    assert not any((installed / "sluice/docs").glob("*/")), "pictures, decisions and the site's files stay out"
 
 
 def test_the_licence_and_those_of_others_come_along(installed: Path) -> None:
@@ -157,6 +162,12 @@ def test_files_of_the_working_directory_shadow_nothing(installed: Path, tmp_path
         path.parent.mkdir(exist_ok=True)
         path.write_text("raise SystemExit('shadowed')\n")
     command = [sys.executable, "-P", "-m", "sluice.pipeline.cli.main"]
-    for words in (["--help"], ["config", "check", "configs/text.yaml"], ["rollout", "--help"], ["guard", "--help"]):
+    for words in (
+        ["--help"],
+        ["config", "check", "text", "configs/text.yaml"],
+        ["help", "docs", "tasks"],
+        ["rollout", "--help"],
+        ["guard", "--help"],
+    ):
         done = run([*command, *words], tmp_path, PYTHONPATH=str(installed))
         assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from sluice.pipeline.cli.help import HEADINGS, as_markdown, examples, paragraphs
 from sluice.pipeline.cli.main import GROUP, build
 from tests.command import call, options, walk
 
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = ("pipeline", "workers", "producers", "consumers", "demo", "bench")
 APP = build()
 COMMANDS = list(walk(APP))
 NAMES = [" ".join(words) for words, _ in COMMANDS]
@@ -58,7 +61,7 @@ def test_the_command_alone_shows_the_headings_the_documents_and_the_exit_codes(
     said = capsys.readouterr().out
     assert call("--help") == 0
     assert capsys.readouterr().out == said
-    for words in (*HEADINGS, "docs/cli.md", "README.md", "130 Ctrl-C", "sluice demo"):
+    for words in (*HEADINGS, "sluice help docs tour", "130 Ctrl-C", "sluice demo"):
         assert words in said
     assert not set(BOXES) & set(said)
 
@@ -75,8 +78,23 @@ def test_help_explains_commands_and_exit_codes(capsys: pytest.CaptureFixture[str
     assert "Usage: sluice dlq replay" in capsys.readouterr().out
     assert call("help", "exit-codes") == 0
     assert "130  interrupted" in capsys.readouterr().out
+    assert call("help", "docs", "audit") == 0
+    assert capsys.readouterr().out == (ROOT / "docs/audit.md").read_text()
+    assert call("help", "docs") == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert set(listed) == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README"}
+    assert call("help", "docs", "audits") == 2
+    assert "no page 'audits'; did you mean 'audit'?" in capsys.readouterr().err
     assert call("help", "stats") == 2
     assert 'Did you mean "status"' in capsys.readouterr().err
+
+
+def test_every_page_that_is_named_is_one_that_help_shows() -> None:
+    """An installed sluice has no docs/ beside it: messages name the command that shows a page."""
+    texts = [path.read_text() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    named = {page for text in texts for page in re.findall(r"sluice help docs ([a-z-]+)`", text)}
+    assert {"training-distributed", "audit", "tasks", "tour"} <= named
+    assert named <= {path.stem for path in (ROOT / "docs").glob("*.md")}
 
 
 def test_the_version_names_the_engines_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,3 +87,12 @@ def test_what_is_wrong_with_a_file_is_named(here: Path, text: str | None, path: 
         (here / "mine.py").write_text(text)
     with pytest.raises(ConfigError, match=says):
         load_object(path, "key")
+
+
+def test_an_example_that_came_with_the_package_is_found_unless_one_has_such_a_file(here: Path) -> None:
+    assert load_object("examples/own_reward.py:score", "key").__module__.startswith("own_reward")
+    (here / "examples").mkdir()
+    (here / "examples/own_reward.py").write_text("def score(): return 'mine'\n")
+    assert load_object("examples/own_reward.py:score", "key")() == "mine"
+    with pytest.raises(ConfigError, match="no such file"):
+        load_object("examples/no_such_example.py:score", "key")

@@ -57,9 +57,9 @@ def test_people_see_shares_and_the_worst_tokens(run: Path, capsys: pytest.Captur
     said = capsys.readouterr().out
     assert "the worst 1 of 1 wrong tokens" in said
     assert f"behaviour  3     two       {PROMPT}  " in said
-    assert "docs/audit.md" in said, "the stored configuration does not say that the engines were fp32"
+    assert "sluice help docs audit" in said, "the stored configuration does not say that the engines were fp32"
     assert call(run, "--set", "model.dtype=float32") == 1
-    assert "docs/audit.md" not in capsys.readouterr().out
+    assert "sluice help docs audit" not in capsys.readouterr().out
 
 
 def test_what_was_not_checked_is_said_in_words(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
