@@ -148,8 +148,9 @@ def export(
     to: Annotated[
         Literal["jsonl", "parquet", "datasets", "trl"],
         Parameter(
-            help="datasets: for load_from_disk, all columns; trl: the same with what SFTTrainer takes: input_ids and "
-            "labels, or with images prompt, completion and images; or what --shape says."
+            help="datasets: a directory with a card, for load_dataset, all columns; trl: one for load_from_disk, with "
+            "what SFTTrainer takes: input_ids and labels, or with images prompt, completion and images; or what "
+            "--shape says."
         ),
     ],
     out: Annotated[Path, Parameter(help="The file or directory to write; must not exist yet.")],
@@ -168,6 +169,10 @@ def export(
             "each group (DPO); or whether each answer is better than its group (KTO). By default tokens, or completion "
             "where no token has a cross-entropy weight."
         ),
+    ] = None,
+    license: Annotated[
+        str | None,
+        Parameter(help="With --to datasets: the licence that its card names, such as apache-2.0. By default none."),
     ] = None,
     config: ConfigPath = None,
     overrides: Overrides = (),
@@ -191,7 +196,7 @@ def export(
 
     from sluice.consumers.export import export_run
 
-    done = export_run(directory, to, out, source, settings, images, shape)
+    done = export_run(directory, to, out, source, settings, images, shape, license)
     what = "pairs of answers" if done.shape == "preference" else "sequences"
     say(f"{done.sequences} {what} in {out}" + (f", as {done.shape}" if done.shape not in ("tokens", shape) else ""))
     for line in done.lines():

@@ -1,8 +1,8 @@
 """Exports a run's sequences to files that other programs read.
 
     history ──┐
-              ├─▶ read_run ─▶ Exported ─▶ full_row | sft_row ─▶ write_jsonl | write_parquet | write_dataset ─▶ PATH
-    rollouts ─┘                   └─▶ images ─▶ ExportedImages ─┘
+              ├─▶ read_run ─▶ Exported ─▶ full_row | sft_row ─▶ write_jsonl | write_parquet
+    rollouts ─┘                   └─▶ images ─▶ ExportedImages ─┘  | write_hub | write_dataset ─▶ PATH
 
 - Oldest first. Streamed in bounded memory, written to a temporary path and renamed when complete.
 - Arrays of a row have one item per token, prompt first: a missing value is 0, a missing version -1.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import shlex
 import shutil
 import tempfile
 from collections import Counter
@@ -30,6 +31,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from sluice.consumers.export_card import Facts, card
 from sluice.consumers.export_images import ExportedImages, NotText, TextRows, contents, copies, features, references
 from sluice.consumers.export_texts import LEFT_OUT as NO_TEXT
 from sluice.consumers.export_texts import TextShape, TextShapes, text_columns
@@ -60,6 +62,7 @@ Row = dict[str, Any]
 _MOST_ROWS = 256
 _MOST_TOKENS = 1 << 18  # about 10 arrays each
 _MOST_BYTES = 32 << 20  # of images; a reader holds a whole group
+_SHARD = "data/train-00000-of-00001.parquet"
 _FETCHED_ROWS = 32  # rows whose images are fetched together
 
 
@@ -85,6 +88,7 @@ class Exports:
     weighted: int = 0  # weights other than 0 and 1, which trl can't express
     reread: int = 0  # of trl as text: it is tokenised to other ids
     shape: Shape = "tokens"  # of trl
+    facts: Facts = field(default_factory=Facts)  # of datasets, for its card
 
     def leave(self, rule: str, one: Exported, why: str = "") -> None:
         """Count one."""
@@ -109,15 +113,19 @@ def export_run(
     config: Config,
     images: Images = "copies",
     shape: Shape | None = None,
+    license: str | None = None,
 ) -> Exports:
     """Write the run's sequences. Raises DataError; SourceUnavailable if images can't be read now.
 
+    `license`: of datasets, for its card.
     `shape`: None is `tokens`, or `completion` where no token has a weight, as with a policy loss alone.
     """
     if to == "trl" and images == "references":
         raise ConfigError("--images references: TRL takes the images themselves; leave it out, or use --to datasets")
     if shape is not None and to != "trl":
         raise ConfigError(f"--shape {shape} is for --to trl")
+    if license is not None and to != "datasets":
+        raise ConfigError(f"--license {license} is for --to datasets: the other formats have no card to write it in")
     done = Exports(shape=_shape(directory, kind, shape) if to == "trl" else "tokens")
     if done.shape != "tokens":
         with aside(out) as path:
@@ -144,7 +152,24 @@ def export_run(
             else:
                 rows = _rows(to, ((one, contents(its)) for one, its in given), done, config)
             _write(to, rows, path, done, images)
+        if to == "datasets":
+            told = {
+                "left_out": list(done.lines()),
+                "license": license,
+                "command": _command(directory, out, kind, images, license),
+            }
+            (path / "README.md").write_text(card(done.facts, _features_of(path), config, directory, **told))
     return done
+
+
+def _command(directory: Path, out: Path, kind: Kind, images: Images, license: str | None) -> str:
+    """What wrote the export, less what is a default; paths by their last part."""
+    options = [
+        *(["--source", kind] if kind != "trained" else []),
+        *(["--images", images] if images != "copies" else []),
+    ]
+    options += [] if license is None else ["--license", license]
+    return shlex.join(["sluice", "export", directory.name, "--to", "datasets", *options, "--out", out.name])
 
 
 def _shape(directory: Path, kind: Kind, asked: Shape | None) -> Shape:
@@ -173,7 +198,7 @@ def _write(to: Format, rows: Iterable[Row], path: Path, done: Exports, images: I
     if to == "jsonl":
         write_jsonl(_some(rows, done), path)
     else:
-        write = write_parquet if to == "parquet" else write_dataset
+        write = {"parquet": write_parquet, "datasets": write_hub, "trl": write_dataset}[to]
         write(_some(rows, done), path, sft=to == "trl", images=images)
 
 
@@ -221,6 +246,8 @@ def _rows(
             continue
         done.sequences += 1
         done.weighted += to == "trl" and not is_plain(one)
+        if to == "datasets":
+            done.facts.add(one.sample, one.result, one.step)
         yield row if images is None else {**row, "images": images}
 
 
@@ -445,6 +472,17 @@ def write_parquet(
     with module.ParquetWriter(path, schema) as writer:
         for group in _groups(rows):
             writer.write_table(arrow.Table.from_pylist([flat(row) for row in group], schema=schema))
+
+
+def write_hub(rows: Iterable[Row], path: Path, *, sft: bool = False, images: Images | None = None) -> None:
+    """A directory for `datasets.load_dataset`, laid out as the Hub has it; its card is README.md."""
+    datasets_module()
+    (path / "data").mkdir(parents=True)
+    write_parquet(rows, path / _SHARD, sft=sft, images=images)
+
+
+def _features_of(path: Path) -> Any:
+    return datasets_module().Features.from_arrow_schema(parquet_module().read_schema(path / _SHARD))
 
 
 def write_dataset(

@@ -87,7 +87,8 @@ def test_parquet_and_datasets_hold_what_jsonl_holds(to: Any, tmp_path: Path) -> 
     if to == "parquet":
         found = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "out").to_pylist()
     else:
-        found = list(pytest.importorskip("datasets").load_from_disk(str(tmp_path / "out")))
+        module = pytest.importorskip("datasets")
+        found = list(module.load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache")))
     for row in found:
         row["metrics"] = json.loads(row["metrics"])
     assert found == lines(tmp_path / "all.jsonl")

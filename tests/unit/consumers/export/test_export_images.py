@@ -92,10 +92,8 @@ def test_datasets_finds_images(run: Path, config: Config, tmp_path: Path, to: An
     datasets = pytest.importorskip("datasets")
     out = tmp_path / "out"
     export_run(run, to, out, "trained", config)
-    if to == "parquet":
-        rows = datasets.load_dataset("parquet", data_files=str(out), split="train", cache_dir=str(tmp_path / "cache"))
-    else:
-        rows = datasets.load_from_disk(str(out))
+    what = {"path": "parquet", "data_files": str(out)} if to == "parquet" else {"path": str(out)}
+    rows = datasets.load_dataset(**what, split="train", cache_dir=str(tmp_path / "cache"))
     assert rows.features["images"] == datasets.List(datasets.Image())
     assert [len(images) for images in rows["images"]] == [2, 2, 0]
     for found, expected in zip(rows[0]["images"], pictures(2), strict=True):
