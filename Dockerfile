@@ -21,6 +21,7 @@ COPY producers producers
 COPY consumers consumers
 COPY demo demo
 COPY bench bench
+COPY docs docs
 
 # The lock is of one platform; elsewhere, and for what has no hash (its head says what), the lines after it install the
 # same versions.

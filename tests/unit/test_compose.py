@@ -235,3 +235,12 @@ def test_images_run_unprivileged() -> None:
     for name in ("cpu", "gpu"):
         assert re.findall(r"^USER (\S+)", final[name], flags=re.MULTILINE) == ["sluice"]
     assert not [stage for stage in stages if "latest" in stage.splitlines()[0]]
+
+
+def test_the_image_has_what_each_link_of_the_package_leads_to() -> None:
+    """A wheel isn't built over a link that leads nowhere."""
+    folders = {path.name for path in (ROOT / "sluice").iterdir() if path.is_symlink()}
+    copied = set(re.findall(r"^COPY (\w+) \1$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    allowed = {line[1:].partition("/")[0] for line in (ROOT / ".dockerignore").read_text().splitlines()}
+    assert "pipeline" in folders
+    assert folders <= copied & allowed
