@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sluice.bench.harness import until
 from sluice.bench.processes import START_S, Fleet
@@ -15,9 +17,11 @@ from sluice.pipeline.broker.embedded import embedded_broker
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.queue import Call, Credit, JobQueue, job_id_for
-from sluice.pipeline.status.snapshot import snapshot
-from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.status.snapshot import Snapshot, snapshot
+from sluice.pipeline.wire.keys import Keys, tagged
 from sluice.pipeline.wire.messages import DecodeJob, SamplingParams
+
+T = TypeVar("T")
 
 AMPLE = Credit(max_in_flight=10**9, samples_per_version=10**9, max_staleness=1, max_bytes=1 << 50)
 CHUNK = 100  # jobs a call
@@ -29,15 +33,50 @@ def broker_config(url: str) -> BrokerConfig:
     return BrokerConfig(url=url, socket_timeout_s=_PAUSED_S)
 
 
+@dataclass(frozen=True)
+class Broker:
+    """A client of it, and its address."""
+
+    client: Any
+    url: str
+
+    def queue(self, run: str, worker: str = "") -> JobQueue:
+        return JobQueue(self.client, Keys(run), worker=worker)
+
+    async def snapshot(self, run: str) -> Snapshot:
+        return await snapshot(self.client, Keys(run))
+
+    async def cpu_s(self) -> float:
+        """CPU seconds it has used so far (user and system)."""
+        facts = await self.client.info("cpu")
+        return float(facts["used_cpu_user"]) + float(facts["used_cpu_sys"])
+
+    async def used_bytes(self) -> int:
+        """Memory it has allocated."""
+        return int((await self.client.info("memory"))["used_memory"])
+
+    async def serving(self, run: str) -> list[dict[str, Any]]:
+        """The facts of each worker with a loaded engine."""
+        return [row.facts for row in (await self.snapshot(run)).alive("worker") if "running" in row.facts]
+
+    async def until_serving(self, run: str, fleet: Fleet, count: int = 1) -> None:
+        """Wait until that many workers have their engines. Raises SluiceError if a process of the fleet has ended."""
+
+        async def serve() -> bool:
+            return len(await self.serving(run)) >= count
+
+        await until(serve, f"{count} workers with their engines", START_S, check=fleet.check)
+
+
 @contextlib.asynccontextmanager
-async def own_broker(directory: Path, *, durable: bool = True) -> AsyncGenerator[tuple[Any, str]]:
-    """A client and the address, with AOF everysec unless not `durable`."""
+async def own_broker(directory: Path, *, durable: bool = True) -> AsyncGenerator[Broker]:
+    """With AOF everysec unless not `durable`; ended after the block."""
     with embedded_broker(BrokerConfig(embedded_dir=str(directory))) as url:
         client: Any = connect(broker_config(url))
         try:
             if not durable:
                 await client.config_set("appendonly", "no")
-            yield client, url
+            yield Broker(client, url)
         finally:
             await client.aclose()
 
@@ -54,62 +93,46 @@ async def in_flight(calls: Iterator[Awaitable[Any]], most: int = IN_FLIGHT) -> N
             group.create_task(pull())
 
 
-def chunks(jobs: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    return (jobs[begin : begin + CHUNK] for begin in range(0, len(jobs), CHUNK))
+def chunks(jobs: Iterable[T]) -> Iterator[list[T]]:
+    waiting = iter(jobs)
+    while chunk := list(itertools.islice(waiting, CHUNK)):
+        yield chunk
+
+
+def new_job(run: str, name: str, sampling: SamplingParams, n: int = 1, **more: Any) -> DecodeJob:
+    """A job for the task `exact_answer`, with the id a producer would give it."""
+    job_id = job_id_for(run, name, 0, sampling, n)
+    return DecodeJob(run=run, job_id=job_id, n=n, sampling=sampling, task="exact_answer", **more)
 
 
 def decode_job(run: str, number: int) -> DecodeJob:
     """As producers make them: a system prompt, a question, a truth."""
-    sampling = SamplingParams(temperature=0.8, max_new_tokens=512, stop=("</answer>",))
     question = f"Problem {number}: a shop sells {number} apples and buys {7 * number % 100} more. How many are there?"
-    return DecodeJob(
-        run=run,
-        job_id=job_id_for(run, str(number), 0, sampling, 1),
-        messages=[
-            {"role": "system", "content": "You are a careful mathematician. Explain step by step, then answer."},
-            {"role": "user", "content": question},
-        ],
-        sampling=sampling,
-        truth={"answer": number + 7 * number % 100},
-        task="exact_answer",
-        metadata={"row": number},
-    )
+    messages = [
+        {"role": "system", "content": "You are a careful mathematician. Explain step by step, then answer."},
+        {"role": "user", "content": question},
+    ]
+    sampling = SamplingParams(temperature=0.8, max_new_tokens=512, stop=("</answer>",))
+    facts: dict[str, Any] = {"truth": {"answer": number + 7 * number % 100}, "metadata": {"row": number}}
+    return new_job(run, str(number), sampling, messages=messages, **facts)
 
 
-async def enqueue(queue: JobQueue, jobs: Sequence[DecodeJob], credit: Credit = AMPLE) -> None:
-    """Enqueue in one call. Raises BrokerError unless all are admitted."""
-    check_admitted(await queue.enqueue(jobs, credit))
+async def enqueue(queue: JobQueue, jobs: Iterable[DecodeJob], credit: Credit = AMPLE) -> None:
+    """Enqueue, a chunk per call. Raises BrokerError unless all are admitted."""
+    for chunk in chunks(jobs):
+        _check_admitted(await queue.enqueue(chunk, credit))
 
 
-async def enqueue_calls(queue: JobQueue, calls: Sequence[Call]) -> None:
-    check_admitted(await queue.enqueue_calls(calls))
+async def enqueue_calls(queue: JobQueue, function: str, numbers: Iterable[int], *args: Any) -> None:
+    """Enqueue a call for each number, a few chunks at a time. Raises BrokerError unless all are admitted."""
+    names = (tagged(queue.keys.run, str(number)) for number in numbers)
+
+    async def put(calls: Sequence[Call]) -> None:
+        _check_admitted(await queue.enqueue_calls(calls))
+
+    await in_flight(map(put, chunks(Call(job_id=name, function=function, args=args) for name in names)))
 
 
-def check_admitted(outcomes: Sequence[str]) -> None:
+def _check_admitted(outcomes: Sequence[str]) -> None:
     if set(outcomes) != {"enqueued"}:
         raise BrokerError(f"the bench's jobs were refused: {sorted(set(outcomes))}")
-
-
-async def broker_s(client: Any) -> float:
-    """CPU seconds the broker has used so far (user and system)."""
-    facts = await client.info("cpu")
-    return float(facts["used_cpu_user"]) + float(facts["used_cpu_sys"])
-
-
-async def used_bytes(client: Any) -> int:
-    """Memory the broker has allocated."""
-    return int((await client.info("memory"))["used_memory"])
-
-
-async def serving(client: Any, keys: Keys) -> list[dict[str, Any]]:
-    """The facts of each worker with a loaded engine."""
-    return [row.facts for row in (await snapshot(client, keys)).alive("worker") if "running" in row.facts]
-
-
-async def until_serving(client: Any, keys: Keys, fleet: Fleet, count: int = 1) -> None:
-    """Wait until that many workers have their engines. Raises SluiceError if a process of the fleet has ended."""
-
-    async def serve() -> bool:
-        return len(await serving(client, keys)) >= count
-
-    await until(serve, f"{count} workers with their engines", START_S, check=fleet.check)

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from sluice.bench.harness import finish, run
-
 app = App(
     name="bench",
     help="Measure queue, engines, pipeline, guard, weights, rollouts, images, scale, truth; progress goes to stderr.",
@@ -43,7 +41,7 @@ def pipeline(
 
     Example: `sluice bench pipeline --workers 2 --json`
     """
-    _run("pipeline", json, sequences=sequences, workers=workers, rounds=rounds, max_batch=max_batch, model=model)
+    _run("pipeline", locals())
 
 
 @app.command
@@ -62,7 +60,7 @@ def queue(
 
     Example: `sluice bench queue --workers 2 --workers 8 --json`
     """
-    _run("queue.measure", json, workers=workers, jobs=jobs, quick=quick)
+    _run("queue.measure", locals())
 
 
 @app.command
@@ -85,7 +83,7 @@ def engine(
 
     Example: `sluice bench engine --counts 32 --no-vllm --json`
     """
-    _run("engine", json, counts=counts, rounds=rounds, threads=threads, longest=longest, vllm=vllm, quick=quick)
+    _run("engine", locals())
 
 
 @app.command
@@ -108,8 +106,7 @@ def guard(
 
     Example: `sluice bench guard --no-vllm --json`
     """
-    sizes = {"sequences": sequences, "longest": longest, "run_sequences": run_sequences}
-    _run("guard.measure", json, counts=counts, vllm=vllm, quick=quick, **sizes)
+    _run("guard.measure", locals())
 
 
 @app.command
@@ -129,7 +126,7 @@ def proximal(
 
     Example: `sluice bench proximal --backends hf --json`
     """
-    _run("proximal.measure", json, backends=backends, rounds=rounds, quick=quick)
+    _run("proximal.measure", locals())
 
 
 @app.command
@@ -143,7 +140,7 @@ def rollout(*, json: AsJson = False, rounds: Rounds = None, vllm: Vllm = True, q
 
     Example: `sluice bench rollout --no-vllm --json`
     """
-    _run("rollout", json, rounds=rounds, vllm=vllm, quick=quick)
+    _run("rollout", locals())
 
 
 @app.command
@@ -164,7 +161,7 @@ def images(
 
     Example: `sluice bench images --json`
     """
-    _run("images", json, scenes=scenes, group=group, rounds=rounds, quick=quick)
+    _run("images", locals())
 
 
 @app.command
@@ -183,7 +180,7 @@ def operate(
 
     Example: `sluice bench operate --json`
     """
-    _run("operate", json, finished=sequences, rounds=rounds, quick=quick)
+    _run("operate", locals())
 
 
 @app.command
@@ -203,7 +200,7 @@ def scale(
 
     Example: `sluice bench scale --count 100000 --json`
     """
-    _run("scale", json, count=count, workers=workers, idle_s=idle_s)
+    _run("scale", locals())
 
 
 @app.command
@@ -224,6 +221,7 @@ def truth(
 
     Example: `sluice bench truth Gemma3 Qwen3.5 --json`
     """
+    from sluice.bench.harness import finish
     from sluice.bench.truth import check
 
     found = check.measure(names, quick=quick)
@@ -233,7 +231,9 @@ def truth(
         finish(found, as_json=json)
 
 
-def _run(bench: str, as_json: bool, **options: Any) -> None:
+def _run(bench: str, options: dict[str, Any]) -> None:
     """Measure what these options plan; a benchmark is imported when it runs."""
-    module = import_module(f"sluice.bench.{bench}")
+    from sluice.bench.harness import finish, run
+
+    module, as_json = import_module(f"sluice.bench.{bench}"), options.pop("json")
     finish(run(module.measure, module.Plan.of(**options)), as_json=as_json)

@@ -27,25 +27,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
+from sluice.bench import harness
 from sluice.bench.child import Parent
-from sluice.bench.harness import HOME, at_least_one, play, ratios, say, spread, why_no_vllm
+from sluice.bench.engines import greedy, make_engine, random_ids
+from sluice.bench.harness import HOME, by_count, play, ratios, say, spread
 from sluice.bench.models import ENDLESS_CONTEXT, endless_model
-from sluice.bench.processes import START_S, Fleet, cpu_s, enforce_eager, engine_environment, peak_bytes
-from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
-from sluice.pipeline.errors import ConfigError, EngineError, SluiceError
-from sluice.pipeline.wire.messages import SamplingParams
-from sluice.workers.engine.contracts import Backend, SequenceRequest
+from sluice.bench.processes import Fleet, cpu_s, enforce_eager, engine_environment, peak_bytes
+from sluice.pipeline.errors import EngineError, SluiceError
 
-T = TypeVar("T")
 Run = Callable[[Sequence["Ask"]], Awaitable[list[list[int]]]]
 """A loaded engine: sequences in, the new tokens of each out."""
 
 SHORTEST, LONGEST = 8, 512  # new tokens
-PROMPT_IDS = 256  # the byte tokens
 _PROMPT = (16, 64)  # tokens
 _WARM_UP = 1_000_000  # a round number no real round has
 _POLL_S = 1.0
@@ -77,8 +74,7 @@ def asks(number: int, count: int, *, longest: int = LONGEST) -> list[Ask]:
     """The sequences of round `number`: random prompts, so no engine gains from a prefix cache, and exact lengths."""
     chance = random.Random(number)
     return [
-        Ask(tuple(chance.randrange(PROMPT_IDS) for _ in range(chance.randint(*_PROMPT))), length)
-        for length in num_new_tokens(count, longest)
+        Ask(tuple(random_ids(chance, chance.randint(*_PROMPT))), length) for length in num_new_tokens(count, longest)
     ]
 
 
@@ -108,34 +104,26 @@ Round = Mapping[str, Sample]
 """The samples of all sides over the same sequences."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """`rounds` holds the rounds of each count of sequences, in ascending order of the counts."""
+class Plan(harness.Plan, frozen=True, kw_only=True):
+    """`rounds` of every count of sequences; by default fewer of many, which take longer and vary less."""
 
-    rounds: dict[int, int]
-    threads: int
-    longest: int  # new tokens of the longest sequence
-    model: Path
-    why_no_vllm: str | None  # None: the sides of vLLM run
+    counts: tuple[int, ...] = (32, 128)
+    rounds: int | None = None
+    threads: int = 1
+    longest: int = LONGEST  # new tokens of the longest sequence
+    vllm: bool = True
+
+    QUICK = {"rounds": 1, "longest": 64}
+    BOUNDS = {"longest": (SHORTEST, LONGEST)}  # which the context is made for
+
+    @property
+    def rounds_of(self) -> dict[int, int]:
+        return {count: self.rounds or (3 if count <= 64 else 1) for count in sorted(set(self.counts))}
 
     @property
     def sides(self) -> tuple[str, ...]:
         """In the order of the first round."""
         return ("hf", "padded", "continuous", *(() if self.why_no_vllm else ("vllm", "vllm_bare")))
-
-    @classmethod
-    def of(
-        cls, *, counts: tuple[int, ...], rounds: int | None, threads: int, longest: int, vllm: bool, quick: bool
-    ) -> Plan:
-        """Checked; the model is created if missing. Raises ConfigError."""
-        at_least_one(counts=counts, rounds=rounds, threads=threads)
-        if not SHORTEST <= longest <= LONGEST:
-            raise ConfigError(f"--longest {longest} is outside {SHORTEST}..{LONGEST}, which the context is made for")
-        # fewer rounds for many sequences: each is longer and steadier
-        by_count = {count: rounds or (3 if count <= 64 else 1) for count in sorted(set(counts))}
-        if quick:
-            by_count, longest = dict.fromkeys(by_count, 1), min(longest, 64)
-        return cls(by_count, threads, longest, endless_model(HOME), why_no_vllm(vllm))
 
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
@@ -148,27 +136,27 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """
     fleets, startup_s = dict[str, Fleet](), dict[str, float]()
     env = {**engine_environment(plan.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    model = endless_model(HOME)
 
     async def one(side: str, number: int) -> Sample:
         with fleets[side].running():
             (sample,) = await fleets[side].ask((number, count, plan.longest), Sample)
         sample.check(side, asks(number, count, longest=plan.longest))
-        say(f"{count} sequences, round {number + 1}/{plan.rounds[count]}: {side} {sample.tok_s:.0f} tok/s")
         return sample
 
     async with contextlib.AsyncExitStack() as scope:
         for side in plan.sides:
-            fleet = fleets[side] = await scope.enter_async_context(Fleet(side, home))
-            started = time.perf_counter()
-            await fleet.start_child(serve_side, [side, str(plan.model), plan.threads, max(plan.rounds)], env)
-            await fleet.receive(dict, START_S)
+            started, arguments = time.perf_counter(), [side, str(model), plan.threads, max(plan.counts)]
+            fleet = Fleet.of_children(side, home, serve_side, arguments, env=env)
+            fleets[side] = await scope.enter_async_context(fleet)
             startup_s[side] = time.perf_counter() - started
-            fleet.pause()
+            fleets[side].pause()
             say(f"{side} started in {startup_s[side]:.1f} s")
         rounds = dict[int, list[dict[str, Sample]]]()
-        for count, wanted in plan.rounds.items():
-            rounds[count] = await play(wanted, plan.sides, one)
-    return {**fields(plan, rounds), "startup_s": startup_s}
+        for count, wanted in plan.rounds_of.items():
+            show, what = (lambda sample: f"{sample.tok_s:.0f} tok/s"), f"{count} sequences, round"
+            rounds[count] = await play(wanted, plan.sides, one, show=show, what=what)
+    return {**fields(plan, rounds), "startup_s": startup_s, **_conditions(), "model": model.name}
 
 
 def fields(plan: Plan, rounds: Mapping[int, Sequence[Round]]) -> dict[str, Any]:
@@ -178,35 +166,35 @@ def fields(plan: Plan, rounds: Mapping[int, Sequence[Round]]) -> dict[str, Any]:
     equal = {peer: tokens_equal(every, ours, peer) for ours, peer in peers.values()}
     check_equal(equal, EQUAL_FLOOR)
 
-    def by_count(of: Callable[[Sequence[Round]], T]) -> dict[str, T]:
-        return {str(count): of(each) for count, each in rounds.items()}
+    def of_rounds(of: Callable[[Sequence[Round]], list[float]]) -> dict[str, list[float]]:
+        return by_count(rounds, of)
 
-    rates = {side: by_count(lambda each, side=side: [one[side].tok_s for one in each]) for side in plan.sides}
-    by_rate = {
-        name: by_count(lambda each, pair=pair: ratios(each, *pair, lambda sample: sample.tok_s))
-        for name, pair in peers.items()
+    rates = {side: of_rounds(lambda each, side=side: [one[side].tok_s for one in each]) for side in plan.sides} | {
+        name: of_rounds(lambda each, pair=pair: ratios(each, *pair, _tok_s)) for name, pair in peers.items()
     }
     by_cpu = {  # steadier than wall time on a busy machine
-        name: by_count(lambda each, pair=pair: ratios(each, pair[1], pair[0], lambda sample: sample.cpu_s))
+        name: of_rounds(lambda each, pair=pair: ratios(each, pair[1], pair[0], lambda sample: sample.cpu_s))
         for name, pair in peers.items()
     }
+    medians = {name: _each(by, median) for name, by in rates.items()}
     return {
-        **{name: _medians(by_rate[name]) if name in by_rate else None for name in RATIOS},
-        "by_cpu": {name: _medians(by) for name, by in by_cpu.items()},
-        "tok_s": {side: _medians(by) for side, by in rates.items()},
-        "spread": {
-            name: {count: _spread(values) for count, values in by.items()} for name, by in {**by_rate, **rates}.items()
-        },
+        **{name: medians.get(name) for name in RATIOS},
+        "by_cpu": {name: _each(by, median) for name, by in by_cpu.items()},
+        "tok_s": {side: medians[side] for side in plan.sides},
+        "spread": {name: _each(by, _spread) for name, by in rates.items()},
         "tokens_equal": equal,
         "peak_mb": {side: max(each[side].peak_mb for each in every) for side in plan.sides},
-        "tokens": by_count(lambda each: sum(map(len, each[0]["hf"].tokens))),
-        "rounds": by_count(len),
-        **_conditions(plan),
+        "tokens": by_count(rounds, lambda each: sum(map(len, each[0]["hf"].tokens))),
+        "rounds": by_count(rounds, len),
     }
 
 
-def _medians(by_count: Mapping[str, list[float]]) -> dict[str, float]:
-    return {count: median(values) for count, values in by_count.items()}
+def _tok_s(sample: Sample) -> float:
+    return sample.tok_s
+
+
+def _each(by: Mapping[str, list[float]], of: Callable[[list[float]], Any]) -> dict[str, Any]:
+    return {count: of(values) for count, values in by.items()}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -230,20 +218,16 @@ def check_equal(shares: Mapping[str, float], floor: float) -> None:
         )
 
 
-def _conditions(plan: Plan) -> dict[str, Any]:
+def _conditions() -> dict[str, str]:
     import torch
     import transformers
 
-    found = {
-        "longest": plan.longest,
-        "threads": plan.threads,
+    return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "dtype": "float32",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "model": plan.model.name,
     }
-    return {**found, "why_no_vllm": plan.why_no_vllm} if plan.why_no_vllm else found
 
 
 def _peak_mb() -> float:
@@ -260,7 +244,7 @@ async def serve_side(parent: Parent, name: str, model: str, threads: int, max_ba
     torch.set_num_threads(threads)
     run = await _SIDES[name](Path(model), max_batch)
     await run([Ask((1, 2, 3), 1)])
-    parent.tell({})
+    parent.tell("ready")
     await run(asks(_WARM_UP, min(max_batch, 8), longest=16))
     async for number, count, longest in parent.requests(tuple[int, int, int]):
         work = asks(number, count, longest=longest)
@@ -270,31 +254,13 @@ async def serve_side(parent: Parent, name: str, model: str, threads: int, max_ba
         parent.tell(Sample(seconds, used, _peak_mb(), tokens))
 
 
-def make_engine(
-    name: str, model: Path, max_batch: int, repeat_terminate: RepeatTerminateConfig | None = None
-) -> Backend:
-    """One of our backends in float32, not started. Each imports only what it needs."""
-    settings = ModelConfig(path=str(model), dtype="float32")
-    if name == "hf":
-        from sluice.workers.engine.hf import HfBackend
-
-        return HfBackend(settings, max_batch=max_batch, repeat_terminate=repeat_terminate)
-    from sluice.workers.engine.vllm import VllmBackend
-
-    options = VllmEngineOptions(enforce_eager=enforce_eager())
-    return VllmBackend(settings, max_batch=max_batch, options=options, repeat_terminate=repeat_terminate)
-
-
 async def _ours(name: str, model: Path, max_batch: int) -> Run:
     """One of our backends, with the one call that workers make per sequence."""
     backend = make_engine(name, model, max_batch)
     await backend.start()
 
     async def run(asks: Sequence[Ask]) -> list[list[int]]:
-        requests = [
-            SequenceRequest(str(at), ask.prompt, SamplingParams(temperature=0.0, max_new_tokens=ask.num_new_tokens))
-            for at, ask in enumerate(asks)
-        ]
+        requests = (greedy(at, ask.prompt, ask.num_new_tokens) for at, ask in enumerate(asks))
         return [output.token_ids for output in await asyncio.gather(*map(backend.decode, requests))]
 
     return run

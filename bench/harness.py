@@ -1,4 +1,4 @@
-"""What all benchmarks share: a private directory, alternating rounds, some statistics, one JSON object.
+"""What all benchmarks share: checked options, a private directory, alternating rounds, statistics, one JSON object.
 
     Plan.of(options) ─▶ run ─▶ measure(plan, home) ─┬▶ play: every side, round by round     ─┬─▶ finish: stdout
                                                     └▶ ratios, spread, median, percentile   ─┘   say: stderr
@@ -22,7 +22,10 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import median
+from typing import Any, ClassVar, Self, TypeVar
+
+import msgspec
 
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded
 
@@ -32,15 +35,31 @@ HOME = Path(".sluice/bench")
 SCHEMA_VERSION = 1
 
 
-def at_least_one(**options: int | tuple[int, ...] | None) -> None:
-    """Raise ConfigError unless every given option (a number or several) is 1 or more."""
-    given = {name: (value,) if isinstance(value, int) else value for name, value in options.items()}
-    if all(numbers is None or (numbers and min(numbers) >= 1) for numbers in given.values()):
-        return
-    names = [f"--{name.replace('_', '-')}" for name in options]
-    if len(names) == 1:
-        raise ConfigError(f"{names[0]} must be at least 1, got {options.popitem()[1]}")
-    raise ConfigError(f"{', '.join(names[:-1])} and {names[-1]} must be at least 1")
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a benchmark measures: its options by name, and sizes that have none. Numbers are at least 1."""
+
+    QUICK: ClassVar[Mapping[str, Any]] = {}  # upper bounds with --quick
+    BOUNDS: ClassVar[Mapping[str, tuple[int, float]]] = {}  # of options with other limits
+
+    @classmethod
+    def of(cls, *, quick: bool = False, **options: Any) -> Self:
+        """Checked; an option that is None has its default. Raises ConfigError."""
+        given = {name: value for name, value in options.items() if value is not None}
+        for name, value in given.items():
+            numbers = value if isinstance(value, tuple) else (value,)
+            least, most = cls.BOUNDS.get(name, (1, math.inf))
+            if not numbers or any(not least <= each <= most for each in numbers if type(each) in (int, float)):
+                limits = f"at least {least}" if most == math.inf else f"{least} to {most}"
+                raise ConfigError(f"--{name.replace('_', '-')} must be {limits}, got {value}")
+        if quick:
+            given |= {name: min(given.get(name, most), most) for name, most in cls.QUICK.items()}
+        return cls(**given)
+
+    @property
+    def why_no_vllm(self) -> str | None:
+        """None: vLLM is measured, or has no part in this benchmark."""
+        wanted = getattr(self, "vllm", None)
+        return None if wanted is None else why_no_vllm(wanted)
 
 
 def why_no_vllm(wanted: bool) -> str | None:
@@ -61,13 +80,14 @@ def own_directory() -> Iterator[Path]:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def run(measure: Callable[[Any, Path], Coroutine[Any, Any, dict[str, Any]] | dict[str, Any]], plan: Any) -> Any:
-    """The benchmark's result, with `why_no_vllm` if the plan has a reason."""
+def run(measure: Callable[[Any, Path], Coroutine[Any, Any, dict[str, Any]] | dict[str, Any]], plan: Plan) -> Any:
+    """The benchmark's result over its plan's numbers (also together, as `sizes`), and `why_no_vllm` if there is one."""
     with own_directory() as home:
         found = measure(plan, home)
         found = run_interruptible(found) if isinstance(found, Coroutine) else found
-    why = getattr(plan, "why_no_vllm", None)
-    return {**found, "why_no_vllm": why} if why else found
+    sizes = msgspec.to_builtins(plan, enc_hook=str)
+    why = {"why_no_vllm": plan.why_no_vllm} if plan.why_no_vllm else {}
+    return {**sizes, **found, "sizes": sizes, **why}
 
 
 def run_interruptible(bench: Coroutine[Any, Any, T]) -> T:
@@ -114,22 +134,36 @@ async def play(
     rounds: int,
     sides: Sequence[str],
     one: Callable[[str, int], Awaitable[T]],
-    ended: Callable[[int, Mapping[str, T]], None] = lambda number, found: None,
+    check: Callable[[int, Mapping[str, T]], None] = lambda number, found: None,
     *,
-    first: int = 0,
+    warm: int = 0,
+    show: Callable[[T], str] | None = None,
+    what: str = "round",
 ) -> list[dict[str, T]]:
-    """Call `one(side, number)` for every side in every round; `ended` gets each round and may refuse it."""
+    """Call `one(side, number)` for every side in every round; `check` gets each round and may refuse it.
+
+    `warm` rounds come first, with numbers below 0; they are checked, and not returned. `show` makes a line per round.
+    """
     played: list[dict[str, T]] = []
-    for number in range(first, rounds):
+    for number in range(-warm, rounds):
         found = {side: await one(side, number) for side in in_turns(number, sides)}
-        ended(number, found)
+        check(number, found)
+        if number < 0:
+            continue
         played.append(found)
+        if show is not None:
+            say(f"{what} {number + 1}/{rounds}: " + ", ".join(f"{side} {show(found[side])}" for side in sides))
     return played
 
 
 def ratios(rounds: Sequence[Mapping[str, T]], ours: str, theirs: str, of: Callable[[T], float]) -> list[float]:
     """Ours over theirs, round by round; 0 if theirs is 0."""
     return [of(each[ours]) / of(each[theirs]) if of(each[theirs]) else 0.0 for each in rounds]
+
+
+def median_of(rounds: Sequence[Mapping[str, T]], side: str, of: Callable[[T], float]) -> float:
+    """Over the rounds."""
+    return median(of(each[side]) for each in rounds)
 
 
 def spread(values: Iterable[float]) -> list[float]:
@@ -143,6 +177,17 @@ def percentile(values: Sequence[float], share: float) -> float:
     if not values or not 0 < share <= 1:
         raise ValueError(f"a percentile needs values and a share in (0, 1], got {len(values)} and {share}")
     return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+def by_count(found: Mapping[int, T], of: Callable[[T], Any] = lambda value: value) -> dict[str, Any]:
+    """As JSON has it: keys are strings."""
+    return {str(count): of(value) for count, value in found.items()}
+
+
+def aim(sign: str, bound: float, found: float | None) -> dict[str, Any]:
+    """A target, `<=` or `>=` a bound, and whether it is met; None if nothing was found."""
+    met = None if found is None else found <= bound if sign == "<=" else found >= bound
+    return {"aim": f"{sign} {bound}", "found": found, "met": met}
 
 
 def say(line: str) -> None:

@@ -27,11 +27,11 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 from msgspec.structs import replace
-from redis.asyncio import Redis
 
+from sluice.bench import harness
 from sluice.bench import pipeline as bench_pipeline
-from sluice.bench.broker import CHUNK, chunks, decode_job, enqueue, own_broker, serving
-from sluice.bench.harness import HOME, at_least_one, percentile, play, ratios, say, spread
+from sluice.bench.broker import CHUNK, Broker, decode_job, enqueue, own_broker
+from sluice.bench.harness import HOME, aim, median_of, percentile, play, ratios, say, spread, until
 from sluice.bench.http import free_ports, get_s, open_session, until_healthy
 from sluice.bench.models import demo_model
 from sluice.bench.pipeline import QueuedEngines, Sample
@@ -48,12 +48,11 @@ from sluice.consumers.tasks.registry import load_task
 from sluice.consumers.tasks.task import TaskContext
 from sluice.pipeline.config import Config, load_config
 from sluice.pipeline.errors import SluiceError
-from sluice.pipeline.queue import NO_LIMIT, JobQueue, job_id_for
+from sluice.pipeline.queue import NO_LIMIT, job_id_for
 from sluice.pipeline.queue.dead_letters import DeadLetters
 from sluice.pipeline.run import provenance
 from sluice.pipeline.run.supervisor import sluice_command
 from sluice.pipeline.status.heartbeat import StatusReporter
-from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import SamplingParams, SequenceResult, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
@@ -74,21 +73,16 @@ _FLUSH_EVERY = 500
 _PROCESSES = 16
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    finished: int = 100_000  # sequences in the history
+class Plan(harness.Plan, frozen=True, kw_only=True):
+    sequences: int = msgspec.field(default=100_000, name="finished")  # in the history
     queued: int = 512  # jobs in the queue, and as many dead letters
     requests: int = 40  # of each page
     helps: int = 15  # starts of `sluice --help`
     rounds: int = 12  # with and without metrics
-    sequences: int = 384  # of a round
+    per_round: int = msgspec.field(default=384, name="sequences")
     workers: int = 2
 
-    @classmethod
-    def of(cls, *, finished: int | None, rounds: int | None, quick: bool) -> Plan:
-        at_least_one(sequences=finished, rounds=rounds)
-        plan = cls(finished=400, queued=20, requests=2, helps=1, rounds=1, sequences=16, workers=1) if quick else cls()
-        given = {"finished": finished or plan.finished, "rounds": rounds or plan.rounds}
-        return msgspec.structs.replace(plan, **given)
+    QUICK = {"sequences": 400, "queued": 20, "requests": 2, "helps": 1, "rounds": 1, "per_round": 16, "workers": 1}
 
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
@@ -102,14 +96,14 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"help_s": median([_help_s() for _ in range(plan.helps + 1)][1:])}
     say(f"help: {found['help_s']:.3f} s")
     async with own_broker(home / "one") as one:
-        found |= await _pages(plan, home, *one)
+        found |= await _pages(plan, home, one)
         async with own_broker(home / "two") as two:
-            found |= await _overhead(plan, home, (one, two))
-    return {**found, "aims": aims(found), "sizes": msgspec.to_builtins(plan)}
+            found |= await _overhead(plan, home, {"with-metrics": one, "without": two})
+    return {**found, "aims": aims(found)}
 
 
 def aims(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {name: {"aim": f"<= {most}", "met": found[name] <= most} for name, most in _AIMS.items()}
+    return {name: aim("<=", most, found[name]) for name, most in _AIMS.items()}
 
 
 def _help_s() -> float:
@@ -121,27 +115,27 @@ def _help_s() -> float:
     return time.monotonic() - started
 
 
-async def _pages(plan: Plan, home: Path, client: Any, url: str) -> dict[str, Any]:
+async def _pages(plan: Plan, home: Path, broker: Broker) -> dict[str, Any]:
     """Milliseconds by page, with a long history."""
-    settings = [f"run={_RUN}", f"run_dir={home}", f"broker.url={url}", f"model.path={demo_model(HOME)}"]
+    settings = [f"run={_RUN}", f"run_dir={home}", f"broker.url={broker.url}", f"model.path={demo_model(HOME)}"]
     config = load_config(None, settings, environ={})
     started = time.monotonic()
-    await fill_history(config, plan.finished)
-    say(f"history: {plan.finished} sequences recorded in {time.monotonic() - started:.1f} s")
-    await fill_broker(client, config, plan.queued)
+    await fill_history(config, plan.sequences)
+    say(f"history: {plan.sequences} sequences recorded in {time.monotonic() - started:.1f} s")
+    await fill_broker(broker, config, plan.queued)
     for name in (_RUN, _OTHER):
-        write_steps(home / name, plan.finished)
+        write_steps(home / name, plan.sequences)
     resolved = provenance.store(config, home / _RUN)
-    paths = await _paths(config, client)
+    paths = await _paths(config, broker.client)
     (port,) = free_ports(1)
     site = f"http://127.0.0.1:{port}"
     times: dict[str, list[float]] = {name: [] for name in paths}
     async with Fleet("dashboard", home) as fleet, open_session() as session:
         command = sluice_command("dashboard", "-c", str(resolved), "--set", f"dashboard.port={port}")
-        await fleet.start(command, {"REDIS_URL": url, "SLUICE_DASHBOARD_KEY": ""})
+        await fleet.start(command, {"REDIS_URL": broker.url, "SLUICE_DASHBOARD_KEY": ""})
         await until_healthy(session, site, fleet)
         indexed_s = await _until_indexed(session, site)
-        say(f"index: {plan.finished} sequences within {indexed_s:.1f} s of the dashboard's start")
+        say(f"index: {plan.sequences} sequences within {indexed_s:.1f} s of the dashboard's start")
         async with _beside(_look(session, site)):
             for turn in range(plan.requests + _WARM_PAGES):
                 for name, path in paths.items():
@@ -150,18 +144,17 @@ async def _pages(plan: Plan, home: Path, client: Any, url: str) -> dict[str, Any
                         times[name].append(1000 * took_s)
     p50, p95 = ({name: percentile(each, share) for name, each in times.items()} for share in (0.5, 0.95))
     worst = max(p95, key=lambda name: p95[name])
-    say(f"dashboard: the slowest page is {worst}, p95 {p95[worst]:.1f} ms with {plan.finished} finished sequences")
+    say(f"dashboard: the slowest page is {worst}, p95 {p95[worst]:.1f} ms with {plan.sequences} finished sequences")
     files = {path.name: path.stat().st_size for path in (home / _RUN / "history").iterdir()}
     index = sum(size for name, size in files.items() if name.startswith("index."))
     return {
         **{name: p95[name] for name in ("curves", "search", "group", "compare")},
         "indexed_s": indexed_s,
-        "index_bytes_per_sequence": index / plan.finished,
+        "index_bytes_per_sequence": index / plan.sequences,
         "dashboard_p95_ms": p95,
         "dashboard_p50_ms": p50,
         "dashboard_p95_ms_max": p95[worst],
-        "finished": plan.finished,
-        "history_bytes_per_sequence": (sum(files.values()) - index) / plan.finished,
+        "history_bytes_per_sequence": (sum(files.values()) - index) / plan.sequences,
     }
 
 
@@ -199,12 +192,13 @@ async def _paths(config: Config, client: Any) -> dict[str, str]:
 async def _until_indexed(session: aiohttp.ClientSession, site: str) -> float:
     """Until a search says no more that sequences are missing in it; seconds."""
     started = time.monotonic()
-    while time.monotonic() - started < _INDEXED_S:
+
+    async def is_whole() -> bool:
         async with session.get(f"{site}/sequences?text={quote(_WORD)}") as answer:
-            if answer.status == 200 and "indexed yet" not in await answer.text():
-                return time.monotonic() - started
-        await asyncio.sleep(0.5)
-    raise SluiceError(f"the dashboard has not indexed the history within {_INDEXED_S:.0f} s")
+            return answer.status == 200 and "indexed yet" not in await answer.text()
+
+    await until(is_whole, "the dashboard to index the history", _INDEXED_S, every_s=0.5)
+    return time.monotonic() - started
 
 
 def write_steps(directory: Path, count: int) -> None:
@@ -246,43 +240,41 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         task.result()
 
 
-async def _overhead(plan: Plan, home: Path, brokers: tuple[tuple[Any, str], ...]) -> dict[str, Any]:
-    load = bench_pipeline.Plan.of(
-        sequences=plan.sequences, workers=plan.workers, rounds=plan.rounds, max_batch=32, model=None
-    )
+async def _overhead(plan: Plan, home: Path, brokers: dict[str, Broker]) -> dict[str, Any]:
+    load = bench_pipeline.Plan(sequences=plan.per_round, workers=plan.workers, rounds=plan.rounds, max_batch=32)
     sides, addresses = dict[str, QueuedEngines](), list[str]()
     async with contextlib.AsyncExitStack() as scope:
         session = await scope.enter_async_context(open_session())
-        for name, (client, url) in zip(("with-metrics", "without"), brokers, strict=True):
+        for name, broker in brokers.items():
             fleet = await scope.enter_async_context(Fleet(name, home))
             wanted = f"metrics.enabled={str(name == 'with-metrics').lower()}"
-            side = sides[name] = QueuedEngines(load, fleet, client, url, [wanted])
+            side = sides[name] = QueuedEngines(load, fleet, broker, wanted)
             await side.start()
             if name == "with-metrics":
-                addresses = [facts["metrics"] for facts in await serving(client, side.keys)]
-            await side.round(bench_pipeline.jobs("warm", min(_WARM_SEQUENCES, plan.sequences), digits=True))
+                addresses = [facts["metrics"] for facts in await broker.serving(bench_pipeline.RUN)]
+            await side.round(load.jobs("warm", min(_WARM_SEQUENCES, plan.per_round)))
 
         async def one(name: str, number: int) -> Sample:
-            work = bench_pipeline.jobs(f"round-{number}", plan.sequences, digits=True)
+            work = load.jobs(f"round-{number}", plan.per_round)
             async with _beside(_scrape(session, addresses)) if name == "with-metrics" else contextlib.nullcontext():
                 return (await sides[name].round(work))[0]
 
-        def ended(_: int, found: Any) -> None:
+        def check(_: int, found: Any) -> None:
             metrics, without = (found[name].num_tokens for name in ("with-metrics", "without"))
             if metrics != without:
                 raise SluiceError(f"{metrics} tokens with metrics, {without} without; ratios would be unfair")
 
-        rounds = await play(plan.rounds, ("without", "with-metrics"), one, ended)
+        rounds = await play(plan.rounds, ("without", "with-metrics"), one, check)
     wall = [1 - share for share in ratios(rounds, "with-metrics", "without", lambda sample: sample.tok_s)]
-    cpu = [each["with-metrics"].cpu_s / each["without"].cpu_s - 1 for each in rounds if each["without"].cpu_s]
+    cpu = [share - 1 for share in ratios(rounds, "with-metrics", "without", lambda sample: sample.cpu_s) if share]
     say(f"metrics: overhead {median(wall):.4f} by tokens/s, {median(cpu):.4f} by processor time")
     return {
         "metrics_overhead": median(wall),
         "metrics_overhead_range": spread(wall),
         "metrics_overhead_cpu": median(cpu),
         "metrics_overhead_cpu_range": spread(cpu),
-        "tok_s_with_metrics": median(each["with-metrics"].tok_s for each in rounds),
-        "tok_s_without": median(each["without"].tok_s for each in rounds),
+        "tok_s_with_metrics": median_of(rounds, "with-metrics", lambda sample: sample.tok_s),
+        "tok_s_without": median_of(rounds, "without", lambda sample: sample.tok_s),
     }
 
 
@@ -313,24 +305,18 @@ async def fill_history(config: Config, count: int) -> None:
         await recorder.close()
 
 
-async def fill_broker(client: Redis, config: Config, count: int) -> None:
+async def fill_broker(broker: Broker, config: Config, count: int) -> None:
     """Dead letters, then as many waiting jobs, and heartbeats of processes."""
-    keys = Keys(config.run)
-    queue = JobQueue(client, keys, worker="worker-0")
-    await _enqueue(queue, config.run, range(count))
+    queue = broker.queue(config.run, "worker-0")
+    await enqueue(queue, [decode_job(config.run, number) for number in range(count)], NO_LIMIT)
     while (claimed := await queue.claim(CHUNK, 60, 3)).claims:
         for claim in claimed.claims:
             await queue.fail(claim, "invalid_request", "the prompt has 2048 tokens, and the model's context is 1024")
-    await _enqueue(queue, config.run, range(count, 2 * count))
+    await enqueue(queue, [decode_job(config.run, number) for number in range(count, 2 * count)], NO_LIMIT)
     for number in range(_PROCESSES):
-        reporter = StatusReporter(client, keys, "worker", f"worker-{number}")
+        reporter = StatusReporter(broker.client, queue.keys, "worker", f"worker-{number}")
         reporter.fact(version=12, running=32, sequences=1000 + number, tokens=97_000 + number)
         await reporter.beat()
-
-
-async def _enqueue(queue: JobQueue, run: str, numbers: range) -> None:
-    for chunk in chunks([decode_job(run, number) for number in numbers]):
-        await enqueue(queue, chunk, NO_LIMIT)
 
 
 def _results(run: str, codec: HFTextCodec, count: int) -> Iterator[SequenceResult]:

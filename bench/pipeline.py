@@ -20,15 +20,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sluice.bench.broker import chunks, enqueue, own_broker, until_serving
+from sluice.bench import harness
+from sluice.bench.broker import Broker, enqueue, new_job, own_broker
 from sluice.bench.child import Parent
-from sluice.bench.harness import HOME, at_least_one, percentile, play, ratios, say
+from sluice.bench.engines import loaded
+from sluice.bench.harness import HOME, median_of, percentile, play, ratios, say
 from sluice.bench.models import demo_model
 from sluice.bench.processes import Fleet, run_settings
 from sluice.pipeline.broker.streams import result_reader
 from sluice.pipeline.config import load_config
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
-from sluice.pipeline.queue import JobQueue, job_id_for, seed_for
+from sluice.pipeline.queue import seed_for
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult, decode
 
@@ -40,29 +42,29 @@ _WARM_TOKENS, _WARM_ROUNDS = 32, 5
 _BARE_S, _IDLE_S = 600.0, 120.0
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Counts are per round; `digits`: the prompts are the demo's scenes."""
+class Plan(harness.Plan, frozen=True, kw_only=True):
+    """Counts are per round; without a model, a tiny one decodes the demo's scenes."""
 
     sequences: int
     workers: int
     rounds: int
     max_batch: int
-    model: Path
-    digits: bool
+    model: Path | None = None
 
-    @classmethod
-    def of(cls, *, sequences: int, workers: int, rounds: int, max_batch: int, model: Path | None) -> Plan:
-        """Checked; the default model is created if missing. Raises ConfigError."""
-        at_least_one(sequences=sequences, workers=workers, rounds=rounds, max_batch=max_batch)
-        if sequences < workers:
-            raise ConfigError(f"--sequences {sequences} is less than --workers {workers}; give each at least one")
-        directory = demo_model(HOME) if model is None else model.resolve()
-        return cls(sequences, workers, rounds, max_batch, directory, digits=model is None)
+    def __post_init__(self) -> None:
+        if self.sequences < self.workers:
+            raise ConfigError(f"--sequences {self.sequences} is less than --workers {self.workers}")
+
+    @property
+    def directory(self) -> Path:
+        return self.model.resolve() if self.model else demo_model(HOME)
 
     def settings(self) -> list[str]:
         """The same for the bare engines and the workers."""
-        return run_settings(RUN, self.model, "seed=0", f"worker.max_batch={self.max_batch}", "worker.drain_s=1")
+        return run_settings(RUN, self.directory, "seed=0", f"worker.max_batch={self.max_batch}", "worker.drain_s=1")
+
+    def jobs(self, name: str, count: int, longest: int = LONGEST) -> list[DecodeJob]:
+        return jobs(name, count, digits=self.model is None, longest=longest)
 
 
 @dataclass(frozen=True)
@@ -99,13 +101,13 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     decoded. `result_bytes_per_token`: the part of it due to result entries.
     `latency_*_s`: from the queue's `enqueued_at` to the arrival in the sink, decoding included.
     """
+    shares = [[plan.settings(), worker, plan.workers, plan.model is None] for worker in range(plan.workers)]
     async with (
-        own_broker(home / "broker") as (client, url),
+        own_broker(home / "broker") as broker,
         Fleet("worker", home) as workers,
-        Fleet("bare", home) as bare_engines,
+        Fleet.of_children("bare", home, serve_bare, *shares) as bare,
     ):
-        queued, bare = QueuedEngines(plan, workers, client, url), BareEngines(plan, bare_engines)
-        await bare.start()
+        queued = QueuedEngines(plan, workers, broker)
         await queued.start()
         await _warm_up(plan, bare, queued)
         received = result_bytes = 0
@@ -114,48 +116,37 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
             nonlocal received, result_bytes
             name = f"round-{number}"
             if side == "bare":
-                return await bare.round(name, plan.sequences, LONGEST)
+                return await bare_round(bare, name, plan.sequences, LONGEST)
             before = await queued.bytes_received()
-            sample, arrivals = await queued.round(jobs(name, plan.sequences, digits=plan.digits))
+            sample, arrivals = await queued.round(plan.jobs(name, plan.sequences))
             received += await queued.bytes_received() - before
             result_bytes += sum(len(arrival.raw) for arrival in arrivals)
             return sample
 
-        def ended(number: int, found: Round) -> None:
-            check(found)
-            now = summary([found])
-            say(
-                f"round {number + 1}/{plan.rounds}: bare {now['bare_tok_s']:.0f} tok/s, through the queue "
-                f"{now['pipeline_tok_s']:.0f} tok/s, efficiency {now['efficiency']:.3f} "
-                f"({found['bare'].num_tokens} tokens each; by processor time {now['cpu_efficiency']:.3f})"
-            )
+        def show(sample: Sample) -> str:
+            return f"{sample.tok_s:.0f} tok/s ({sample.cpu_s:.1f} s of processor time)"
 
-        rounds = await play(plan.rounds, ("bare", "queued"), one, ended)
+        rounds = await play(plan.rounds, ("bare", "queued"), one, lambda _, found: check(found), show=show)
         tokens = sum(each["queued"].num_tokens for each in rounds)
-        half = _LATENCY_LOAD * median(len(each["queued"].tokens) / each["queued"].seconds for each in rounds)
+        half = _LATENCY_LOAD * median_of(rounds, "queued", lambda sample: len(sample.tokens) / sample.seconds)
         return {
             **summary(rounds),
             "bytes_per_token": received / tokens,
             "result_bytes_per_token": result_bytes / tokens,
-            "sequences": plan.sequences,
-            "workers": plan.workers,
-            "max_batch": plan.max_batch,
-            "rounds": plan.rounds,
             "tokens": rounds[0]["queued"].num_tokens,
             "identical_rounds": sum(each["bare"].digest == each["queued"].digest for each in rounds),
             "per_round": [summary([each]) for each in rounds],
-            "model": plan.model.name,
+            "model": plan.directory.name,
             **await _latency(plan, queued, half),
         }
 
 
-async def _warm_up(plan: Plan, bare: BareEngines, queued: QueuedEngines) -> None:
+async def _warm_up(plan: Plan, bare: Fleet, queued: QueuedEngines) -> None:
     """A short round on both sides; the queue's continues until every worker took part."""
     count = 2 * plan.workers * plan.max_batch
-    await bare.round("warm", count, _WARM_TOKENS)
+    await bare_round(bare, "warm", count, _WARM_TOKENS)
     for attempt in range(_WARM_ROUNDS):
-        warm = jobs(f"warm-{attempt}", count, digits=plan.digits, longest=_WARM_TOKENS)
-        _, arrivals = await queued.round(warm)
+        _, arrivals = await queued.round(plan.jobs(f"warm-{attempt}", count, _WARM_TOKENS))
         if len({arrival.result().worker for arrival in arrivals}) == plan.workers:
             return
     raise SluiceError(f"not every worker took part in {_WARM_ROUNDS} warm-up rounds")
@@ -164,15 +155,14 @@ async def _warm_up(plan: Plan, bare: BareEngines, queued: QueuedEngines) -> None
 async def _latency(plan: Plan, queued: QueuedEngines, rate: float) -> dict[str, Any]:
     """Under an open load of `rate` jobs per second: total latencies, and their parts that weren't decoding."""
     count = max(1, plan.sequences // 2)
-    arrivals = await queued.open_load(jobs("latency", count, digits=plan.digits), rate)
+    arrivals = await queued.open_load(plan.jobs("latency", count), rate)
     timings = [(arrival.at, arrival.result().timings) for arrival in arrivals]
     whole = [at - times["enqueued_at"] for at, times in timings]
-    around = [at - times["enqueued_at"] - times["decode_s"] for at, times in timings]
+    around = [total - times["decode_s"] for total, (_, times) in zip(whole, timings, strict=True)]
     found = {
-        "latency_p50_s": percentile(whole, 0.5),
-        "latency_p99_s": percentile(whole, 0.99),
-        "latency_queue_p50_s": percentile(around, 0.5),
-        "latency_queue_p99_s": percentile(around, 0.99),
+        f"latency_{part}p{round(100 * share)}_s": percentile(seconds, share)
+        for part, seconds in (("", whole), ("queue_", around))
+        for share in (0.5, 0.99)
     }
     say(f"latency at {rate:.1f} sequences/s: p50 {found['latency_p50_s']:.3f} s, p99 {found['latency_p99_s']:.3f} s")
     return {**found, "latency_sequences_per_s": rate, "latency_sequences": count}
@@ -185,8 +175,8 @@ def cpu_efficiency(rounds: Sequence[Round]) -> list[float]:
 
 def summary(rounds: Sequence[Round]) -> dict[str, float]:
     return {
-        "bare_tok_s": median(each["bare"].tok_s for each in rounds),
-        "pipeline_tok_s": median(each["queued"].tok_s for each in rounds),
+        "bare_tok_s": median_of(rounds, "bare", lambda sample: sample.tok_s),
+        "pipeline_tok_s": median_of(rounds, "queued", lambda sample: sample.tok_s),
         "efficiency": median(ratios(rounds, "queued", "bare", lambda sample: sample.tok_s)),
         "cpu_efficiency": median(cpu_efficiency(rounds)),
     }
@@ -219,34 +209,18 @@ def jobs(name: str, count: int, *, digits: bool, longest: int = LONGEST) -> list
         from sluice.demo.digits.scenes import scenes
 
         prompts = [list(messages_of(scene)) for scene in scenes("train", count, 11)]
-    found = []
-    for index, messages in enumerate(prompts):
-        sampling = SamplingParams(temperature=1.0, max_new_tokens=min(longest, num_new_tokens(index)))
-        job_id = job_id_for(RUN, f"{name}:{index}", 0, sampling, 1)
-        found.append(DecodeJob(run=RUN, job_id=job_id, messages=messages, sampling=sampling, task="exact_answer"))
-    return found
+    lengths = [min(longest, num_new_tokens(index)) for index in range(count)]
+    samplings = [SamplingParams(temperature=1.0, max_new_tokens=length) for length in lengths]
+    return [new_job(RUN, f"{name}:{at}", samplings[at], messages=prompts[at]) for at in range(count)]
 
 
-class BareEngines:
-    """W processes, each with a static share of a round's jobs."""
-
-    def __init__(self, plan: Plan, fleet: Fleet) -> None:
-        self._plan, self._fleet = plan, fleet
-
-    async def start(self) -> None:
-        """Start loading; doesn't wait."""
-        for worker in range(self._plan.workers):
-            await self._fleet.start_child(
-                serve_bare, [self._plan.settings(), worker, self._plan.workers, self._plan.digits]
-            )
-
-    async def round(self, name: str, count: int, longest: int) -> Sample:
-        """Decode the jobs of a round; the clock runs from `go` to the last answer."""
-        await self._fleet.ask((name, count, longest), str, _BARE_S)
-        started, cpu_s = time.monotonic(), self._fleet.cpu_s()
-        answers = await self._fleet.ask("go", dict[str, list[int]], _BARE_S)
-        seconds, cpu_s = time.monotonic() - started, self._fleet.cpu_s() - cpu_s
-        return Sample(seconds, cpu_s, {key: tokens for answer in answers for key, tokens in answer.items()})
+async def bare_round(bare: Fleet, name: str, count: int, longest: int) -> Sample:
+    """Each process decodes its share of the jobs of a round; the clock runs from `go` to the last answer."""
+    await bare.ask((name, count, longest), str, _BARE_S)
+    started, cpu_s = time.monotonic(), bare.cpu_s()
+    answers = await bare.ask("go", dict[str, list[int]], _BARE_S)
+    seconds, cpu_s = time.monotonic() - started, bare.cpu_s() - cpu_s
+    return Sample(seconds, cpu_s, {key: tokens for answer in answers for key, tokens in answer.items()})
 
 
 async def serve_bare(parent: Parent, settings: list[str], worker: int, workers: int, digits: bool) -> None:
@@ -256,25 +230,24 @@ async def serve_bare(parent: Parent, settings: list[str], worker: int, workers: 
     from sluice.workers.job_prompts import JobPrompts
 
     config = load_config(None, settings, {})
-    backend = make_backend(config.model, config.worker)
-    await backend.start()
-    prompts = JobPrompts(config.model)
-    async for name, count, longest in parent.requests(tuple[str, int, int]):
-        requests = [
-            SequenceRequest(
-                seq_key=f"{job.job_id}:0",
-                prompt_token_ids=tuple(prompts.text(job, backend.facts).token_ids),
-                sampling=job.sampling,
-                seed=seed_for(config.seed, job.job_id, 0),
-            )
-            for job in jobs(name, count, digits=digits, longest=longest)[worker::workers]
-        ]
+    async with loaded(make_backend(config.model, config.worker)) as backend:
+        prompts = JobPrompts(config.model)
         parent.tell("ready")
-        await parent.line()
-        outputs = await asyncio.gather(*map(backend.decode, requests))
-        parent.tell({output.seq_key: output.token_ids for output in outputs})
-    await prompts.close()
-    await backend.close()
+        async for name, count, longest in parent.requests(tuple[str, int, int]):
+            requests = [
+                SequenceRequest(
+                    seq_key=f"{job.job_id}:0",
+                    prompt_token_ids=tuple(prompts.text(job, backend.facts).token_ids),
+                    sampling=job.sampling,
+                    seed=seed_for(config.seed, job.job_id, 0),
+                )
+                for job in jobs(name, count, digits=digits, longest=longest)[worker::workers]
+            ]
+            parent.tell("ready")
+            await parent.line()
+            outputs = await asyncio.gather(*map(backend.decode, requests))
+            parent.tell({output.seq_key: output.token_ids for output in outputs})
+        await prompts.close()
 
 
 @dataclass(frozen=True)
@@ -291,27 +264,25 @@ class Arrival:
 class QueuedEngines:
     """The broker's queue, W real workers, the result stream, the sink."""
 
-    def __init__(self, plan: Plan, fleet: Fleet, client: Any, url: str, more: Sequence[str] = ()) -> None:
+    def __init__(self, plan: Plan, fleet: Fleet, broker: Broker, *more: str) -> None:
         """`more`: further settings of these workers."""
-        self._plan, self._fleet, self._client, self._url = plan, fleet, client, url
+        self._plan, self._fleet, self._broker = plan, fleet, broker
         self._settings = [*plan.settings(), *more]
-        self.keys = Keys(RUN)
-        self._queue = JobQueue(client, self.keys)
-        self._sink = Sink(client, self.keys, fleet)
+        self._queue, self._sink = broker.queue(RUN), Sink(broker, fleet)
 
     async def start(self) -> None:
         """Start the workers and wait until each has its engine; they are stopped outside rounds."""
         for _ in range(self._plan.workers):
-            await self._fleet.start_role("worker", self._settings, self._url)
+            await self._fleet.start_role("worker", self._settings, self._broker.url)
         await self._sink.open()
-        await until_serving(self._client, self.keys, self._fleet, self._plan.workers)
+        await self._broker.until_serving(RUN, self._fleet, self._plan.workers)
         self._fleet.pause()
 
     async def round(self, jobs: Sequence[DecodeJob]) -> tuple[Sample, list[Arrival]]:
         """All jobs at once; the clock runs from before the first enqueue to the arrival of the last result."""
         with self._fleet.running():
             started, cpu_s = time.monotonic(), self._fleet.cpu_s()
-            arrivals, _ = await asyncio.gather(self._sink.collect(len(jobs)), self._enqueue(jobs))
+            arrivals, _ = await asyncio.gather(self._sink.collect(len(jobs)), enqueue(self._queue, jobs))
             seconds, cpu_s = time.monotonic() - started, self._fleet.cpu_s() - cpu_s
         results = [arrival.result() for arrival in arrivals]
         return Sample(seconds, cpu_s, {result.seq_id: list(result.token_ids) for result in results}), arrivals
@@ -325,18 +296,14 @@ class QueuedEngines:
                 for job in jobs:
                     due += gaps.expovariate(per_second)
                     await asyncio.sleep(max(0.0, due - time.monotonic()))
-                    await self._enqueue([job])
+                    await enqueue(self._queue, [job])
                 return await collected
             finally:
                 collected.cancel()
 
     async def bytes_received(self) -> int:
         """Bytes the broker's sockets received since its start: jobs, claims, commits, heartbeats, reads and acks."""
-        return int((await self._client.info("stats"))["total_net_input_bytes"])
-
-    async def _enqueue(self, jobs: Sequence[DecodeJob]) -> None:
-        for chunk in chunks(jobs):
-            await enqueue(self._queue, chunk)
+        return int((await self._broker.client.info("stats"))["total_net_input_bytes"])
 
 
 class Sink:
@@ -345,9 +312,9 @@ class Sink:
     Results are deserialised after the clock has stopped.
     """
 
-    def __init__(self, client: Any, keys: Keys, fleet: Fleet) -> None:
-        self._client, self._fleet = client, fleet
-        self._reader = result_reader(client, keys, 0, "sink")
+    def __init__(self, broker: Broker, fleet: Fleet) -> None:
+        self._client, self._fleet = broker.client, fleet
+        self._reader = result_reader(broker.client, Keys(RUN), 0, "sink")
 
     async def open(self) -> None:
         """Make the consumer group."""

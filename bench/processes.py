@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,6 +61,18 @@ class Fleet:
         options = [part for value in settings for part in ("--set", value)]
         await self.start(sluice_command(role, *options), {"REDIS_URL": url, **(env or {})})
 
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def of_children(
+        cls, kind: str, logs: Path, serve: Callable[..., Any], *each: Sequence[Any], env: dict[str, str] | None = None
+    ) -> AsyncGenerator[Fleet]:
+        """One child for each list of arguments; the block begins when all have told something, such as `ready`."""
+        async with cls(kind, logs) as fleet:
+            for arguments in each:
+                await fleet.start_child(serve, arguments, env)
+            await fleet.receive(str, START_S)
+            yield fleet
+
     async def start_child(
         self, serve: Callable[..., Any], arguments: Sequence[Any] = (), env: dict[str, str] | None = None
     ) -> None:
@@ -72,21 +84,20 @@ class Fleet:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(what) + b"\n")
 
+    async def ask(self, what: Any, kind: type[T], deadline_s: float = WORK_S) -> list[T]:
+        self.send(what)
+        return await self.receive(kind, deadline_s)
+
     async def receive(self, kind: type[T], deadline_s: float) -> list[T]:
         """The next answer of each child. Raises DeadlineExceeded, and SluiceError with a child's exception."""
-        lines = await self.answers(deadline_s)
+        lines = await self._lines(deadline_s)
         for index, line in enumerate(lines):
             if line.startswith(_FAILED):
                 why = msgspec.json.decode(line, type=child.Failed).why
                 raise SluiceError(f"{self._kind}-{index} failed: {why}")
         return [msgspec.json.decode(line, type=kind) for line in lines]
 
-    async def ask(self, what: Any, kind: type[T], deadline_s: float = WORK_S) -> list[T]:
-        self.send(what)
-        return await self.receive(kind, deadline_s)
-
-    async def answers(self, deadline_s: float) -> list[bytes]:
-        """One line of each piped process; raises DeadlineExceeded, or SluiceError if one has ended."""
+    async def _lines(self, deadline_s: float) -> list[bytes]:
         reads = [process.stdout.readline() for process in self.processes if process.stdout is not None]
         try:
             found = await asyncio.wait_for(asyncio.gather(*reads), deadline_s)

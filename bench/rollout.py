@@ -33,10 +33,11 @@ from statistics import median
 from typing import Any
 
 import aiohttp
-import msgspec
 
-from sluice.bench.broker import in_flight, own_broker, until_serving
-from sluice.bench.harness import HOME, at_least_one, in_turns, percentile, play, ratios, say, spread, why_no_vllm
+from sluice.bench import harness
+from sluice.bench.broker import Broker, in_flight, own_broker
+from sluice.bench.engines import greedy, loaded
+from sluice.bench.harness import HOME, aim, in_turns, median_of, percentile, play, ratios, say, spread
 from sluice.bench.http import first_text_s, free_ports, open_session, post, until_healthy
 from sluice.bench.models import NUM_TURNS, TURN_TOKENS, agent_model, conversation, prompt_text
 from sluice.bench.processes import Fleet, engine_environment, run_settings
@@ -45,12 +46,11 @@ from sluice.pipeline.config.types import GatewayConfig
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.pipeline.prompts.turn_tokens import Renderer
-from sluice.pipeline.wire.keys import Keys
-from sluice.pipeline.wire.messages import Progress, SamplingParams
+from sluice.pipeline.wire.messages import Progress
 from sluice.producers.rollout_client.peer import KEY_NAMES
 from sluice.producers.tokenizer import load_renderer
 from sluice.workers.engine.backends import make_backend
-from sluice.workers.engine.contracts import Backend, SequenceRequest
+from sluice.workers.engine.contracts import Backend
 
 MODEL_NAME = "policy"
 _TOOLS: list[Any] = [{"type": "function", "function": {"name": "multiply"}}]
@@ -61,7 +61,11 @@ Pair = Mapping[str, float]
 """Seconds through the `gateway`, and `direct` on the engine."""
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+_AIM = 0.95
+"""Of `gateway_vs_vllm_serve`."""
+
+
+class Plan(harness.Plan, frozen=True, kw_only=True):
     """Counts, and lengths in tokens."""
 
     prompt_words: int = 60  # per prompt; the chat template adds a few tokens
@@ -69,44 +73,24 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     streamed_pairs: int = 40
     call_tokens: int = 32
     rollouts: int = 200  # at once, and in a round
-    rollout_rounds: int = 3
+    rounds: int = 3
     rollout_batch: int = 64  # worker.max_batch; also of `added`
     tool_latency_ms: tuple[int, int] = (10, 100)
     requests: int = 128  # of a round of `served`
     concurrency: int = 32  # requests at a time, and worker.max_batch
     request_tokens: int = 128
-    served_rounds: int = 3
+    vllm: bool = True
 
-
-_AIM = 0.95
-"""Of `gateway_vs_vllm_serve`."""
-
-_QUICK = Sizes(
-    prompt_words=8, pairs=5, streamed_pairs=2, call_tokens=8, rollouts=6, rollout_rounds=1, rollout_batch=8,
-    tool_latency_ms=(1, 2), requests=8, concurrency=4, request_tokens=8, served_rounds=1,
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Plan:
-    sizes: Sizes
-    why_no_vllm: str | None  # None: the gateway is compared with vLLM's own server
-
-    @classmethod
-    def of(cls, *, rounds: int | None, vllm: bool, quick: bool) -> Plan:
-        """Checked; `rounds` applies to both parts with rounds. Raises ConfigError."""
-        at_least_one(rounds=rounds)
-        sizes = _QUICK if quick else Sizes()
-        if rounds is not None:
-            sizes = msgspec.structs.replace(sizes, rollout_rounds=rounds, served_rounds=rounds)
-        return cls(sizes, why_no_vllm(vllm))
+    QUICK = {
+        "prompt_words": 8, "pairs": 5, "streamed_pairs": 2, "call_tokens": 8, "rollouts": 6, "rounds": 1,
+        "rollout_batch": 8, "tool_latency_ms": (1, 2), "requests": 8, "concurrency": 4, "request_tokens": 8,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Bench:
     home: Path
-    client: Any  # of the broker
-    url: str  # of the broker
+    broker: Broker
     model: Path
     session: aiohttp.ClientSession
 
@@ -120,22 +104,13 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     `why_no_vllm`); `with_logprobs`: the same for requests with logprobs.
     """
     model = agent_model(HOME)
-    async with own_broker(home / "broker") as (client, url), open_session() as session:
-        bench = Bench(home, client, url, model, session)
-        parts = await _on_hf(plan.sizes, bench)
+    async with own_broker(home / "broker") as broker, open_session() as session:
+        bench = Bench(home, broker, model, session)
+        parts = await _on_hf(plan, bench)
         if not plan.why_no_vllm:
-            parts |= await _on_vllm(plan.sizes, bench)
-    return {
-        **fields(parts),
-        "sizes": msgspec.to_builtins(plan.sizes),
-        "num_rollouts": plan.sizes.rollouts,
-        "turns": NUM_TURNS,
-        "turn_tokens": TURN_TOKENS,
-        "tool_latency_ms": list(plan.sizes.tool_latency_ms),
-        "threads": 1,
-        "dtype": "float32",
-        "model": model.name,
-    }
+            parts |= await _on_vllm(plan, bench)
+    conditions = {"num_rollouts": plan.rollouts, "turns": NUM_TURNS, "turn_tokens": TURN_TOKENS, "model": model.name}
+    return {**fields(parts), **conditions, "threads": 1, "dtype": "float32"}
 
 
 def fields(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -145,7 +120,7 @@ def fields(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "rollouts_s": parts["rollouts"]["rollouts_s"],
         **{name: parts["added"][name] for name in ("added_ms_p50", "added_ms_p99")},
         "gateway_vs_vllm_serve": ratio,
-        "aims": {"gateway_vs_vllm_serve": {"aim": f">= {_AIM}", "met": None if ratio is None else ratio >= _AIM}},
+        "aims": {"gateway_vs_vllm_serve": aim(">=", _AIM, ratio)},
         **parts["rollouts"],
         "call": parts["added"],
         "served": parts.get("plain"),
@@ -153,38 +128,38 @@ def fields(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-async def _on_hf(sizes: Sizes, bench: Bench) -> dict[str, dict[str, Any]]:
+async def _on_hf(plan: Plan, bench: Bench) -> dict[str, dict[str, Any]]:
     renderer = load_renderer(str(bench.model))
-    chosen = settings(bench.home, bench.model, "hf", sizes.rollout_batch, sizes)
+    chosen = settings(bench.home, bench.model, "hf", plan.rollout_batch, plan)
     async with direct_engine(chosen) as direct, _running(bench, chosen, "rollout-server") as (gateway, server):
-        one = await added(bench.session, gateway, direct, renderer, sizes)
+        one = await added(bench.session, gateway, direct, renderer, plan)
         say(f"one call: {one['added_ms_p50']:.1f} ms added at the median, {one['added_ms_p99']:.1f} ms at p99")
-        many = await rollouts(bench.session, server, gateway, direct, renderer, sizes)
+        many = await rollouts(bench.session, server, gateway, direct, renderer, plan)
         return {"added": one, "rollouts": many}
 
 
-async def _on_vllm(sizes: Sizes, bench: Bench) -> dict[str, dict[str, Any]]:
+async def _on_vllm(plan: Plan, bench: Bench) -> dict[str, dict[str, Any]]:
     """The gateway with a vLLM worker against vLLM's own server, with the options a worker gives its engine."""
-    chosen = settings(bench.home, bench.model, "vllm", sizes.concurrency, sizes)
+    chosen = settings(bench.home, bench.model, "vllm", plan.concurrency, plan)
     (port,) = free_ports(1)
     stock_url = f"http://127.0.0.1:{port}"
     # `vllm serve` of the CPU build reads the metadata of a package with another name; this is its server.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bench.model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_NAME, "--dtype", "float32"]
-    command += ["--enforce-eager", "--max-num-seqs", str(sizes.concurrency), "--generation-config", "vllm"]
+    command += ["--enforce-eager", "--max-num-seqs", str(plan.concurrency), "--generation-config", "vllm"]
     command += ["--disable-log-stats", "--disable-uvicorn-access-log"]
     async with Fleet("vllm-serve", bench.home) as stock, _running(bench, chosen) as (gateway, _):
         await stock.start(command, {**engine_environment(), "VLLM_LOGGING_LEVEL": "WARNING"})
         await until_healthy(bench.session, stock_url, stock)
         return {
-            name: await served(bench.session, gateway, stock_url, sizes, logprobs=name == "logprobs")
+            name: await served(bench.session, gateway, stock_url, plan, logprobs=name == "logprobs")
             for name in ("plain", "logprobs")
         }
 
 
-def settings(home: Path, model: Path, backend: str, max_batch: int, sizes: Sizes) -> list[str]:
+def settings(home: Path, model: Path, backend: str, max_batch: int, plan: Plan) -> list[str]:
     """Settings of a run, for its processes and for the engine called directly."""
-    low, high = sizes.tool_latency_ms
+    low, high = plan.tool_latency_ms
     return run_settings(
         f"bench-{backend}",
         model,
@@ -195,7 +170,7 @@ def settings(home: Path, model: Path, backend: str, max_batch: int, sizes: Sizes
         "worker.drain_s=0",
         "worker.vllm.enforce_eager=true",
         f"gateway.model_name={MODEL_NAME}",
-        f"rollout_server.max_concurrent_rollouts={sizes.rollouts}",
+        f"rollout_server.max_concurrent_rollouts={plan.rollouts}",
         f"rollout_server.tool_latency_ms=[{low},{high}]",
     )
 
@@ -209,11 +184,11 @@ async def _running(bench: Bench, chosen: Sequence[str], *more: str) -> AsyncIter
     env = {**engine_environment(), **dict.fromkeys(KEY_NAMES, "")}  # no key needed
     async with Fleet(run, bench.home) as fleet:
         for role in ("worker", "gateway", *more):
-            await fleet.start_role(role, options, bench.url, env)
+            await fleet.start_role(role, options, bench.broker.url, env)
         gateway, server = (f"http://127.0.0.1:{port}" for port in ports)
         for url in (gateway, server)[: 1 + len(more)]:
             await until_healthy(bench.session, url, fleet)
-        await until_serving(bench.client, Keys(run), fleet)
+        await bench.broker.until_serving(run, fleet)
         yield gateway, server
 
 
@@ -223,9 +198,10 @@ class Direct:
     def __init__(self, backend: Backend) -> None:
         self._backend, self._calls = backend, 0
 
-    async def decode(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    async def decode(self, prompt: Sequence[int], num_tokens: int, **more: Any) -> list[int]:
         """Exactly `num_tokens` new tokens. Raises SluiceError if the model ends earlier."""
-        found = (await self._backend.decode(self._request(prompt, num_tokens))).token_ids
+        self._calls += 1
+        found = (await self._backend.decode(greedy(f"direct-{self._calls}:0", prompt, num_tokens, **more))).token_ids
         if len(found) != num_tokens:
             raise SluiceError(f"the engine returned {len(found)} tokens, but {num_tokens} were requested")
         return found
@@ -237,36 +213,26 @@ class Direct:
         def report(_: Progress) -> None:
             reports.append(time.perf_counter() - began)
 
-        request = self._request(prompt, num_tokens)
-        await self._backend.decode(replace(request, report_every=every, report=report))
+        await self.decode(prompt, num_tokens, report_every=every, report=report)
         return reports[0]
-
-    def _request(self, prompt: Sequence[int], num_tokens: int) -> SequenceRequest:
-        self._calls += 1
-        sampling = SamplingParams(temperature=0.0, max_new_tokens=num_tokens)
-        return SequenceRequest(f"direct-{self._calls}:0", tuple(prompt), sampling)
 
 
 @contextlib.asynccontextmanager
 async def direct_engine(settings: Sequence[str]) -> AsyncIterator[Direct]:
     """Loaded with the settings of a run; closed after the block."""
     config = load_config(None, list(settings), {})
-    backend = make_backend(config.model, config.worker)
-    await backend.start()
-    try:
+    async with loaded(make_backend(config.model, config.worker)) as backend:
         yield Direct(backend)
-    finally:
-        await backend.close()
 
 
 async def added(
-    session: aiohttp.ClientSession, gateway: str, direct: Direct, renderer: Renderer, sizes: Sizes
+    session: aiohttp.ClientSession, gateway: str, direct: Direct, renderer: Renderer, plan: Plan
 ) -> dict[str, Any]:
     """What gateway, queue and worker add to one engine call. Raises SluiceError if tokens differ."""
-    url, count = f"{gateway}/v1/chat/completions", sizes.call_tokens
+    url, count = f"{gateway}/v1/chat/completions", plan.call_tokens
 
     def ask(number: int) -> tuple[dict[str, Any], list[int]]:
-        messages: list[dict[str, Any]] = [{"role": "user", "content": prompt_text(number, sizes.prompt_words)}]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": prompt_text(number, plan.prompt_words)}]
         return {"messages": messages, "temperature": 0.0, "max_tokens": count}, renderer.prompt(messages)
 
     async def pair(number: int) -> Pair:
@@ -288,8 +254,8 @@ async def added(
         first_s = await direct.first_tokens_s(prompt, count, _EVERY)
         return {"direct": first_s, "gateway": await first_text_s(session, url, body)}
 
-    pairs = [await pair(number) for number in range(-_WARM_PAIRS, sizes.pairs)][_WARM_PAIRS:]
-    first = [await streamed(number) for number in range(sizes.streamed_pairs)]
+    pairs = [await pair(number) for number in range(-_WARM_PAIRS, plan.pairs)][_WARM_PAIRS:]
+    first = [await streamed(number) for number in range(plan.streamed_pairs)]
     return {**added_fields(pairs), "first_text": added_fields(first), "stream_tokens": _EVERY}
 
 
@@ -299,23 +265,22 @@ def added_fields(pairs: Sequence[Pair]) -> dict[str, float]:
     return {
         "added_ms_p50": percentile(differences, 0.5),
         "added_ms_p99": percentile(differences, 0.99),
-        "gateway_ms_p50": 1000 * median(each["gateway"] for each in pairs),
-        "direct_ms_p50": 1000 * median(each["direct"] for each in pairs),
+        **{f"{side}_ms_p50": 1000 * median_of(pairs, side, float) for side in ("gateway", "direct")},
         "pairs": len(pairs),
     }
 
 
 async def rollouts(
-    session: aiohttp.ClientSession, server: str, gateway: str, direct: Direct, renderer: Renderer, sizes: Sizes
+    session: aiohttp.ClientSession, server: str, gateway: str, direct: Direct, renderer: Renderer, plan: Plan
 ) -> dict[str, Any]:
     """Rollouts per second through the servers at `server` and `gateway`, and on the engine alone."""
     shown = replace(renderer, options=ChatTemplateOptions(tools=_TOOLS))
     latencies: list[float] = []
 
     async def one(side: str, number: int) -> float:
-        count = _WARM_ROLLOUTS if number < 0 else sizes.rollouts
+        count = _WARM_ROLLOUTS if number < 0 else plan.rollouts
         name = secrets.token_hex(4)
-        texts = [prompt_text(at, sizes.prompt_words) for at in range(count)]
+        texts = [prompt_text(at, plan.prompt_words) for at in range(count)]
         prompts = [[shown.prompt(conversation(text, turn)) for turn in range(NUM_TURNS)] for text in texts]
 
         async def through_servers(at: int) -> float:
@@ -334,7 +299,7 @@ async def rollouts(
             began = time.perf_counter()
             for turn, prompt in enumerate(prompts[at]):
                 if turn:
-                    await asyncio.sleep(random.uniform(*sizes.tool_latency_ms) / 1000)
+                    await asyncio.sleep(random.uniform(*plan.tool_latency_ms) / 1000)
                 await direct.decode(prompt, TURN_TOKENS)
             return time.perf_counter() - began
 
@@ -345,23 +310,16 @@ async def rollouts(
             latencies.extend(taken)
         return count / seconds
 
-    def ended(number: int, rates: Mapping[str, float]) -> None:
-        if number >= 0:
-            say(
-                f"rollouts {number + 1}/{sizes.rollout_rounds}: {rates['servers']:.1f}/s, on the engine alone "
-                f"{rates['direct']:.1f}/s"
-            )
-
-    rounds = await play(sizes.rollout_rounds, ("servers", "direct"), one, ended, first=-1)
-    return rollout_fields(rounds[1:], latencies)
+    rounds = await play(plan.rounds, ("servers", "direct"), one, warm=1, show="{:.1f}/s".format, what="rollouts")
+    return rollout_fields(rounds, latencies)
 
 
 def rollout_fields(rounds: Sequence[Mapping[str, float]], latencies_s: Sequence[float]) -> dict[str, Any]:
     """The results of the rounds: rollouts per second by side, and each one's seconds through the servers."""
     found = ratios(rounds, "servers", "direct", float)
     return {
-        "rollouts_s": median(each["servers"] for each in rounds),
-        "rollouts_s_direct": median(each["direct"] for each in rounds),
+        "rollouts_s": median_of(rounds, "servers", float),
+        "rollouts_s_direct": median_of(rounds, "direct", float),
         "rollouts_vs_direct": median(found),
         "rollouts_vs_direct_range": spread(found),
         "rollout_p50_s": percentile(latencies_s, 0.5),
@@ -379,7 +337,7 @@ def check(answer: Mapping[str, Any]) -> None:
 
 
 async def served(
-    session: aiohttp.ClientSession, gateway: str, stock: str, sizes: Sizes, *, logprobs: bool
+    session: aiohttp.ClientSession, gateway: str, stock: str, plan: Plan, *, logprobs: bool
 ) -> dict[str, Any]:
     """Completion tokens per second through the gateway and on vLLM's own server, for one kind of request."""
     urls = {"stock": stock, "gateway": gateway}
@@ -387,39 +345,33 @@ async def served(
 
     async def one(side: str, number: int) -> float:
         """Raises SluiceError if a completion is shorter than requested."""
-        url, texts[side] = urls[side], [""] * sizes.requests
+        url, texts[side] = urls[side], [""] * plan.requests
 
         async def ask(at: int) -> None:
-            text = prompt_text(1 + number * sizes.requests + at, sizes.prompt_words)
+            text = prompt_text(1 + number * plan.requests + at, plan.prompt_words)
             body: dict[str, Any] = {
                 "model": MODEL_NAME,
                 "messages": [{"role": "user", "content": text}],
                 "temperature": 0.0,
-                "max_tokens": sizes.request_tokens,
+                "max_tokens": plan.request_tokens,
                 **({"logprobs": True} if logprobs else {}),
             }
             answer = await post(session, f"{url}/v1/chat/completions", body)
-            if (found := answer["usage"]["completion_tokens"]) != sizes.request_tokens:
-                raise SluiceError(f"{url} returned {found} tokens, but {sizes.request_tokens} were requested")
+            if (found := answer["usage"]["completion_tokens"]) != plan.request_tokens:
+                raise SluiceError(f"{url} returned {found} tokens, but {plan.request_tokens} were requested")
             texts[side][at] = answer["choices"][0]["message"]["content"]
 
         began = time.perf_counter()
-        await in_flight(map(ask, range(sizes.requests)), sizes.concurrency)
-        return sizes.requests * sizes.request_tokens / (time.perf_counter() - began)
+        await in_flight(map(ask, range(plan.requests)), plan.concurrency)
+        return plan.requests * plan.request_tokens / (time.perf_counter() - began)
 
-    def ended(number: int, rates: Mapping[str, float]) -> None:
-        if number < 0:
-            if texts["gateway"] != texts["stock"]:
-                raise SluiceError(
-                    "the gateway and vLLM's own server returned different texts; a comparison would be unfair"
-                )
-            return
-        say(
-            f"requests{' with logprobs' if logprobs else ''} {number + 1}/{sizes.served_rounds}: "
-            f"gateway {rates['gateway']:.0f} tok/s, vLLM's own server {rates['stock']:.0f} tok/s"
-        )
+    def same(number: int, _: Mapping[str, float]) -> None:
+        if number < 0 and texts["gateway"] != texts["stock"]:
+            raise SluiceError("gateway and vLLM's own server returned different texts; a comparison would be unfair")
 
-    return served_fields((await play(sizes.served_rounds, ("stock", "gateway"), one, ended, first=-1))[1:])
+    what = f"requests{' with logprobs' if logprobs else ''}"
+    sides = ("stock", "gateway")
+    return served_fields(await play(plan.rounds, sides, one, same, warm=1, show="{:.0f} tok/s".format, what=what))
 
 
 def served_fields(rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
@@ -428,7 +380,7 @@ def served_fields(rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     return {
         "gateway_vs_vllm_serve": median(found),
         "range": spread(found),
-        "gateway_tok_s": median(each["gateway"] for each in rounds),
-        "vllm_serve_tok_s": median(each["stock"] for each in rounds),
+        "gateway_tok_s": median_of(rounds, "gateway", float),
+        "vllm_serve_tok_s": median_of(rounds, "stock", float),
         "rounds": len(rounds),
     }

@@ -13,28 +13,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sluice.bench.broker import CHUNK, broker_config, broker_s, decode_job, enqueue, in_flight, own_broker, used_bytes
+from sluice.bench import harness
+from sluice.bench.broker import Broker, broker_config, chunks, decode_job, enqueue, in_flight, own_broker
 from sluice.bench.child import Parent
-from sluice.bench.harness import HOME, say, until
+from sluice.bench.harness import HOME, by_count, say, until
 from sluice.bench.models import demo_model
-from sluice.bench.processes import Fleet, child_command, run_settings
+from sluice.bench.processes import Fleet, run_settings
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.pipeline import logs
 from sluice.pipeline.broker.connection import connect
 from sluice.pipeline.config import load_config
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import ConfigError, DeadlineExceeded, EngineError, SluiceError
-from sluice.pipeline.queue import NO_LIMIT, ArqWorker, Claim, JobQueue
+from sluice.pipeline.errors import DeadlineExceeded, EngineError, SluiceError
+from sluice.pipeline.queue import NO_LIMIT, ArqWorker
 from sluice.pipeline.run.role import default_name, role_process
 from sluice.pipeline.status.heartbeat import StatusReporter
 from sluice.pipeline.wire.keys import Keys
@@ -42,32 +43,24 @@ from sluice.pipeline.wire.sampled_tokens import SampledTokens
 from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 
 ANSWER = "7"
-_LEAST = 1000
 _QUEUED, _IDLE, _FLOW = "queued", "idle", "scale"  # run names
 _LEASE_S, _EACH, _MOST_DEATHS = 3600.0, 32, 3
 _RENEW_S = 5.0  # of worker.renew_s
-_START_S, _SETTLE_S = 60.0, 3.0
+_SETTLE_S = 3.0
 _SAMPLES, _FEWEST_SAMPLES = 500, 50  # of one batch; the last batch is full too
 _TOMBSTONE_S = 2.0
 _LOOK_S, _STUCK_S, _EXPIRY_S = 0.05, 120.0, 30.0
 _OTHER_KEYS = 10  # expiring keys: claims of roles
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(harness.Plan, frozen=True, kw_only=True):
     """`count` jobs are queued, and as many sequences go through a run."""
 
     count: int
     workers: int
     idle_s: float
-    model: Path
 
-    @classmethod
-    def of(cls, *, count: int, workers: int, idle_s: float) -> Plan:
-        """Checked; the model is created if missing. Raises ConfigError."""
-        if count < _LEAST or workers < 1 or idle_s <= 0:
-            raise ConfigError(f"--count must be at least {_LEAST}, --workers 1, and --idle-s more than 0")
-        return cls(count, workers, idle_s, demo_model(HOME))
+    BOUNDS = {"count": (1000, math.inf)}
 
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
@@ -80,55 +73,46 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     `rss_growth_share`: of each role, from the second mark to the last. `redis_bytes_end`: once the run is over.
     `idle_broker_share_100_workers`: of one core, by `idle_workers` workers without a job.
     """
-    async with own_broker(home / "idle") as (client, url):
-        found: dict[str, Any] = await _idle(plan, client, url, home)
-    async with own_broker(home / "queued", durable=False) as (client, url):
-        found |= await _queued(plan, client)
-    async with own_broker(home / "flow") as (client, url):
-        return found | await flow(Marks(plan.count), plan.model, client, url, home)
+    async with own_broker(home / "idle") as broker:
+        found: dict[str, Any] = await _idle(plan, broker, home)
+    async with own_broker(home / "queued", durable=False) as broker:
+        found |= await _queued(plan, broker)
+    async with own_broker(home / "flow") as broker:
+        return found | await flow(Marks(plan.count), broker, home)
 
 
-async def _queued(plan: Plan, client: Any) -> dict[str, float]:
+async def _queued(plan: Plan, broker: Broker) -> dict[str, float]:
     """Bytes per queued job; then the cost of claims by `workers` workers, and of renewing their leases."""
-    queue = JobQueue(client, Keys(_QUEUED))
-    before, started = await used_bytes(client), time.perf_counter()
-
-    async def put(begin: int) -> None:
-        jobs = [decode_job(_QUEUED, number) for number in range(begin, min(begin + CHUNK, plan.count))]
-        await enqueue(queue, jobs, NO_LIMIT)
-
-    await in_flight(put(begin) for begin in range(0, plan.count, CHUNK))
-    per_job = (await used_bytes(client) - before) / plan.count
+    queue = broker.queue(_QUEUED)
+    before, started = await broker.used_bytes(), time.perf_counter()
+    jobs = (decode_job(_QUEUED, number) for number in range(plan.count))
+    await in_flight(enqueue(queue, chunk, NO_LIMIT) for chunk in chunks(jobs))
+    per_job = (await broker.used_bytes() - before) / plan.count
     say(f"{plan.count:,} jobs queued in {time.perf_counter() - started:.0f} s, {per_job:.0f} bytes each")
-    holders = [JobQueue(client, Keys(_QUEUED), worker=f"w{number}") for number in range(plan.workers)]
-    held: list[list[Claim]] = []
+    holders = [broker.queue(_QUEUED, f"w{number}") for number in range(plan.workers)]
     started = time.perf_counter()
-    for holder in holders:
-        held.append((await holder.claim(_EACH, _LEASE_S, _MOST_DEATHS)).claims)
+    held = [(await holder.claim(_EACH, _LEASE_S, _MOST_DEATHS)).claims for holder in holders]
     claims_s, started = time.perf_counter() - started, time.perf_counter()
     for holder, claims in zip(holders, held, strict=True):
         await holder.renew(_LEASE_S, {claim.job_id: claim.attempt for claim in claims})
-    renewals_s = time.perf_counter() - started
     return {
         "redis_bytes_per_queued_job": per_job,
         "leased_jobs": sum(map(len, held)),
         "claim_us": 1e6 * claims_s / plan.workers,
-        "renewal_share": renewals_s / _RENEW_S,
+        "renewal_share": (time.perf_counter() - started) / _RENEW_S,
     }
 
 
-async def _idle(plan: Plan, client: Any, url: str, home: Path) -> dict[str, float]:
+async def _idle(plan: Plan, broker: Broker, home: Path) -> dict[str, float]:
     """Share of one core that the broker uses."""
-    async with Fleet("idle", home) as fleet:
-        await fleet.start_child(serve_idle, [url, plan.workers])
-        await fleet.receive(str, _START_S)
+    async with Fleet.of_children("idle", home, serve_idle, [broker.url, plan.workers]) as fleet:
         await asyncio.sleep(_SETTLE_S)
-        before = await broker_s(client)
+        before = await broker.cpu_s()
         await asyncio.sleep(plan.idle_s)
-        share = (await broker_s(client) - before) / plan.idle_s
+        share = (await broker.cpu_s() - before) / plan.idle_s
         fleet.check()
     say(f"{plan.workers} idle workers: {share:.4f} of a core in the broker")
-    return {"idle_broker_share_100_workers": share, "idle_workers": plan.workers, "idle_s": plan.idle_s}
+    return {"idle_broker_share_100_workers": share, "idle_workers": plan.workers}
 
 
 async def serve_idle(parent: Parent, url: str, workers: int) -> None:
@@ -191,7 +175,7 @@ class Marks:
         return 1e6 * float(end - begin) / self.span
 
 
-async def flow(marks: Marks, model: Path, client: Any, url: str, home: Path) -> dict[str, Any]:
+async def flow(marks: Marks, broker: Broker, home: Path) -> dict[str, Any]:
     data = home / "rows.jsonl"
     with data.open("w") as file:
         for number in range(marks.rows):
@@ -199,7 +183,7 @@ async def flow(marks: Marks, model: Path, client: Any, url: str, home: Path) -> 
             file.write(json.dumps({"id": number, "truth": ANSWER, "messages": [message]}) + "\n")
     settings = run_settings(
         _FLOW,
-        model,
+        demo_model(HOME),
         f"run_dir={home / 'runs'}",
         f"data.path={data}",
         f"producer.samples_per_version={marks.batch}",
@@ -210,23 +194,23 @@ async def flow(marks: Marks, model: Path, client: Any, url: str, home: Path) -> 
         "trainer.external=true",
         "metrics.enabled=false",
     )
-    start_bytes = await used_bytes(client)
+    start_bytes = await broker.used_bytes()
     async with contextlib.AsyncExitStack() as scope:
         roles = ("producer", "consumer", "worker", "trainer")  # they end the other way round
         fleets = {role: await scope.enter_async_context(Fleet(role, home)) for role in roles}
-        watch = _Watch(marks, client, Keys(_FLOW), fleets)
-        await fleets["trainer"].start(child_command(serve_trainer, [settings]), {"REDIS_URL": url})
-        await fleets["worker"].start(child_command(serve_engine, [settings]), {"REDIS_URL": url})
-        await fleets["consumer"].start_role("consume", settings, url)
-        await fleets["producer"].start_role("produce", settings, url)
+        watch = _Watch(marks, broker, fleets)
+        await fleets["trainer"].start_child(serve_trainer, [settings], {"REDIS_URL": broker.url})
+        await fleets["worker"].start_child(serve_engine, [settings], {"REDIS_URL": broker.url})
+        await fleets["consumer"].start_role("consume", settings, broker.url)
+        await fleets["producer"].start_role("produce", settings, broker.url)
         await watch.run()
-    await _until_expired(client)
-    return {**watch.fields(), "redis_bytes_start": start_bytes, "redis_bytes_end": await used_bytes(client)}
+    await _until_expired(broker.client)
+    return {**watch.fields(), "redis_bytes_start": start_bytes, "redis_bytes_end": await broker.used_bytes()}
 
 
 class _Watch:
-    def __init__(self, marks: Marks, client: Any, keys: Keys, fleets: dict[str, Fleet]) -> None:
-        self._marks, self._client, self._keys, self._fleets = marks, client, keys, fleets
+    def __init__(self, marks: Marks, broker: Broker, fleets: dict[str, Fleet]) -> None:
+        self._marks, self._broker, self._fleets = marks, broker, fleets
         self._rss: dict[int, dict[str, int]] = {}  # mark → role → bytes
         self._redis: dict[int, int] = {}
         self._cpu_s: dict[int, dict[str, float]] = {}
@@ -237,8 +221,8 @@ class _Watch:
         """Raises SluiceError if a role fails, DeadlineExceeded if there is no progress."""
         last = time.monotonic()
         while self._marks.trained < self._marks.rows:
-            counts = {name: int(value) for name, value in (await self._client.hgetall(self._keys.counts)).items()
-                      if not name.startswith(b"last:")}  # fmt: skip
+            found = await self._broker.client.hgetall(Keys(_FLOW).counts)
+            counts = {name: int(value) for name, value in found.items() if not name.startswith(b"last:")}
             if counts.get(b"dead") or counts.get(b"dropped"):
                 raise SluiceError(f"not every sequence was trained: {counts}")
             trained, now = counts.get(b"trained", 0), time.monotonic()
@@ -266,12 +250,12 @@ class _Watch:
                 self._cpu_s[mark] = used = await self._used_s()
                 self._cpu_us[mark] = {role: 1e6 * (used[role] - before[role]) / (trained - begun) for role in used}
                 self._rss[mark] = {role: _resident(fleet) for role, fleet in self._fleets.items()}
-                self._redis[mark] = await used_bytes(self._client)
+                self._redis[mark] = await self._broker.used_bytes()
                 say(f"{trained:,} sequences: {self._marks.us_at(mark):.0f} us each")
 
     async def _used_s(self) -> dict[str, float]:
         cpu_s = {role: fleet.cpu_s() for role, fleet in self._fleets.items()}
-        return cpu_s | {"broker": await broker_s(self._client)}
+        return cpu_s | {"broker": await self._broker.cpu_s()}
 
     def _check(self, trained: int) -> None:
         for role, fleet in self._fleets.items():
@@ -287,10 +271,10 @@ class _Watch:
             "us_per_sequence": by_mark,
             "us_ratio": by_mark[str(end)] / by_mark[str(first)],
             "cpu_us_per_sequence": {role: 1e6 * used / (end - middle) for role, used in cpu_s.items()},
-            "cpu_us_at_marks": {str(mark): used for mark, used in self._cpu_us.items()},
+            "cpu_us_at_marks": by_count(self._cpu_us),
             "rss_growth_share": {role: used / self._rss[middle][role] - 1 for role, used in self._rss[end].items()},
-            "rss_bytes": {str(mark): rows for mark, rows in self._rss.items()},
-            "redis_bytes": {str(mark): used for mark, used in self._redis.items()},
+            "rss_bytes": by_count(self._rss),
+            "redis_bytes": by_count(self._redis),
             "sequences": self._marks.count,
             "run_s": self._marks.seconds,
         }

@@ -19,23 +19,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import structs
 
+from sluice.bench import harness
 from sluice.bench.child import Parent
-from sluice.bench.engine import make_engine
+from sluice.bench.engines import greedy, make_engine, random_ids
 from sluice.bench.guard.rule_cost import ANY_PERIOD, DEFAULTS, ns_per_token
-from sluice.bench.harness import HOME, at_least_one, run_interruptible, say, why_no_vllm
+from sluice.bench.harness import HOME, run_interruptible, say
 from sluice.bench.models import HEALTHY, LEAD, LOOPING_CONTEXT, Chains, endless_model, looping_model, word
-from sluice.bench.processes import START_S, Fleet, engine_environment, run_settings
+from sluice.bench.processes import Fleet, engine_environment, run_settings
 from sluice.consumers.training.step_log import read_steps
 from sluice.pipeline.config import Config, load_config
 from sluice.pipeline.config.types import RepeatTerminateConfig
@@ -44,22 +46,18 @@ from sluice.pipeline.run.progress_panel import Progress
 from sluice.pipeline.run.stack import INTERRUPTED, run_stack
 from sluice.pipeline.run.supervisor import Supervisor
 from sluice.pipeline.status.snapshot import Snapshot
-from sluice.pipeline.wire.messages import SamplingParams
-from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
+from sluice.workers.engine.contracts import SequenceOutput
 from sluice.workers.guard.repeat import RepeatGuard
 from sluice.workers.guard.watch import GuardCost
 
 THREADS = 1
 _INTERVAL_S = 0.25
-_PROMPT, _PROMPT_IDS = 16, 256  # tokens; the byte tokens
+_PROMPT = 16  # tokens
 _ROUNDS = 20  # at most
 _MAX_BATCH = 64
-_OTHER_SIZES = (48, 60, 120)  # for comparison: every period that divides the size is detected
 _LEAD_STRIDE, _HEALTHY_STRIDE = 97, 131  # coprime to the spans, so neighbours differ a lot
 _SIZE = DEFAULTS.ngram_size or 0
-_STREAM = 2048  # tokens
 _SHORTEST = 320  # new tokens; DEFAULTS cannot end anything much earlier
-_RUN_LONGEST = 1024
 _VERSIONS = 4
 _COUNTERS = {
     "tokens": "rollout/gen_new_tokens_total",
@@ -68,36 +66,29 @@ _COUNTERS = {
 }
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(harness.Plan, frozen=True, kw_only=True):
     """`counts` of sequences for the step share; `sequences` of the loop-prone workload, of `longest` new tokens."""
 
     counts: tuple[int, ...]
-    steps: int  # at least this many for each count
-    rounds: int  # of the rule alone
+    steps: int = 200  # at least this many for each count
+    rounds: int = 31  # of the rule alone
+    stream_tokens: int = 2048  # that it reads in each
     sequences: int
     longest: int
     run_sequences: int  # of each whole run; 0: none
-    run_longest: int
-    why_no_vllm: str | None  # None: vLLM is measured
+    run_longest: int = 1024
+    vllm: bool = True
+
+    QUICK = {"steps": 20, "rounds": 3, "sequences": 48, "longest": 512, "run_sequences": 16, "run_longest": _SHORTEST}
+    BOUNDS = {"longest": (_SHORTEST, LOOPING_CONTEXT - 1), "run_sequences": (0, math.inf)}
+
+    def __post_init__(self) -> None:
+        if 0 < self.run_sequences < _VERSIONS:
+            raise ConfigError(f"--run-sequences {self.run_sequences} is less than {_VERSIONS}; 0 skips the runs")
 
     @property
     def backends(self) -> tuple[str, ...]:
         return ("hf",) if self.why_no_vllm else ("hf", "vllm")
-
-    @classmethod
-    def of(
-        cls, *, counts: tuple[int, ...], sequences: int, longest: int, run_sequences: int, vllm: bool, quick: bool
-    ) -> Plan:
-        at_least_one(counts=counts, sequences=sequences)
-        if not _SHORTEST <= longest < LOOPING_CONTEXT:
-            raise ConfigError(f"--longest {longest} is outside {_SHORTEST}..{LOOPING_CONTEXT - 1}")
-        if run_sequences and run_sequences < 4:
-            raise ConfigError(f"--run-sequences {run_sequences} is less than 4; 0 skips the runs")
-        why, ordered = why_no_vllm(vllm), tuple(sorted(set(counts)))
-        if quick:
-            return cls(ordered, 20, 3, min(sequences, 48), min(longest, 512), min(run_sequences, 16), _SHORTEST, why)
-        return cls(ordered, 200, 31, sequences, longest, run_sequences, min(longest, _RUN_LONGEST), why)
 
 
 def measure(plan: Plan, home: Path) -> dict[str, Any]:
@@ -112,27 +103,15 @@ def measure(plan: Plan, home: Path) -> dict[str, Any]:
     `trained_per_s`, `tokens`: of whole runs without the guard and with it; `triggered` and `tokens_saved`: the
     second run's own metrics. Null if a part didn't run.
     """
-    alone = ns_per_token(plan.rounds, _STREAM, vllm="vllm" in plan.backends)
+    alone = ns_per_token(plan.rounds, plan.stream_tokens, vllm="vllm" in plan.backends)
     say("ns a token: " + ", ".join(f"{name} {value}" for name, value in alone["ns_by_stream"].items()))
     found = run_interruptible(_in_engines(plan, home))
     whole = _whole_runs(plan, home) if plan.run_sequences else {"trained_per_s": None, "tokens": None}
-    return {
-        **found,
-        **alone,
-        **whole,
-        "thresholds": msgspec.to_builtins(DEFAULTS),
-        "stream_tokens": _STREAM,
-        "sequences": plan.sequences,
-        "longest": plan.longest,
-        "run_sequences": plan.run_sequences,
-        "run_longest": plan.run_longest,
-        "threads": THREADS,
-    }
+    return {**found, **alone, **whole, "thresholds": msgspec.to_builtins(DEFAULTS), "threads": THREADS}
 
 
 async def _in_engines(plan: Plan, home: Path) -> dict[str, Any]:
-    shares = await step_share(plan.backends, plan.counts, plan.steps, home)
-    return {**shares, **await saved(plan.sequences, plan.longest, home)}
+    return {**await step_share(plan, home), **await saved(plan.sequences, plan.longest, home)}
 
 
 def _whole_runs(plan: Plan, home: Path) -> dict[str, Any]:
@@ -225,29 +204,26 @@ async def engine(
     backend: str, model: Path, max_batch: int, logs: Path, thresholds: RepeatTerminateConfig = DEFAULTS
 ) -> AsyncIterator[Fleet]:
     """One process that answers each Work with a Done, started and warm; closed after the block."""
-    arguments = [backend, str(model), max_batch, msgspec.to_builtins(thresholds)]
-    async with Fleet(f"{backend}-{model.name}", logs) as fleet:
-        await fleet.start_child(serve, arguments, engine_environment(THREADS))
-        await fleet.receive(dict, START_S)
+    arguments, env = [backend, str(model), max_batch, msgspec.to_builtins(thresholds)], engine_environment(THREADS)
+    async with Fleet.of_children(f"{backend}-{model.name}", logs, serve, arguments, env=env) as fleet:
         await fleet.ask(Work([[1, 2, 3]], 16), Done)
         yield fleet
 
 
 async def serve(parent: Parent, name: str, model: str, max_batch: int, thresholds: dict[str, Any]) -> None:
-    """The engine's process: it loads and answers `{}`; then each request is a Work, answered with a Done."""
+    """The engine's process: it loads and says `ready`; then each request is a Work, answered with a Done."""
     import torch
 
     torch.set_num_threads(THREADS)
     backend = make_engine(name, Path(model), max_batch, msgspec.convert(thresholds, RepeatTerminateConfig))
     await backend.start()
-    parent.tell({})
+    parent.tell("ready")
     async for work in parent.requests(Work):
         parent.tell(await _decode(backend, work))
 
 
 async def _decode(backend: Any, work: Work) -> Done:
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=work.num_new_tokens)
-    asks = [SequenceRequest(str(number), tuple(prompt), sampling) for number, prompt in enumerate(work.prompts)]
+    asks = [greedy(number, prompt, work.num_new_tokens) for number, prompt in enumerate(work.prompts)]
     tasks = [asyncio.create_task(backend.decode(ask)) for ask in asks]
     waiting, steady = set[asyncio.Task[SequenceOutput]](tasks), list[GuardCost]()
     while waiting:
@@ -266,19 +242,18 @@ async def _decode(backend: Any, work: Work) -> Done:
     )
 
 
-async def step_share(backends: Sequence[str], counts: Sequence[int], steps: int, home: Path) -> dict[str, Any]:
-    """Over at least this many steps of each backend, by number of sequences."""
-    model = endless_model(HOME)
-    fields: dict[str, dict[str, dict[str, float]]] = {"step_share": {}, "guard_us_per_step": {}, "step_ms": {}}
-    for backend in backends:
-        for of_backend in fields.values():
-            of_backend[backend] = {}
-        async with engine(backend, model, max(counts), home) as running:
-            for count in counts:
-                taken, spent, elapsed = await _measured(running, count, steps)
-                fields["step_share"][backend][str(count)] = spent / elapsed
-                fields["guard_us_per_step"][backend][str(count)] = spent / taken / 1e3
-                fields["step_ms"][backend][str(count)] = elapsed / taken / 1e6
+async def step_share(plan: Plan, home: Path) -> dict[str, Any]:
+    """Over at least `plan.steps` steps of each backend, by number of sequences."""
+    names = ("step_share", "guard_us_per_step", "step_ms")
+    fields: dict[str, dict[str, dict[str, float]]] = {name: {each: {} for each in plan.backends} for name in names}
+    for backend in plan.backends:
+        async with engine(backend, endless_model(HOME), max(plan.counts), home) as running:
+            for count in sorted(set(plan.counts)):
+                taken, spent, elapsed = await _measured(running, count, plan.steps)
+                for name, value in zip(
+                    names, (spent / elapsed, spent / taken / 1e3, elapsed / taken / 1e6), strict=True
+                ):
+                    fields[name][backend][str(count)] = value
                 say(f"{backend}, {count} sequences: guard {spent / elapsed:.4f} of a step ({taken} steps)")
     return fields
 
@@ -288,7 +263,7 @@ async def _measured(running: Fleet, count: int, wanted: int) -> tuple[int, float
     steps, spent, elapsed = 0, 0.0, 0.0
     for number in range(_ROUNDS):
         chance = random.Random(number)
-        prompts = [[chance.randrange(_PROMPT_IDS) for _ in range(_PROMPT)] for _ in range(count)]
+        prompts = [random_ids(chance, _PROMPT) for _ in range(count)]
         (done,) = await running.ask(Work(prompts, DEFAULTS.min_new_tokens - 1), Done)
         if any(at is not None for at in done.at_token):
             raise SluiceError("the guard ended a sequence of the cost measurement")
@@ -375,7 +350,6 @@ async def saved(sequences: int, longest: int, home: Path) -> dict[str, Any]:
         "saved_share_any_period_by_period": any_period["saved_share_by_period"],
         "ended_any_period": any_period["ended"],
         "saved_share_ceiling": fields(work, full, armed, oracle)["saved_share"],
-        "saved_share_by_ngram_size": _by_size(full, oracle),
     }
 
 
@@ -383,38 +357,24 @@ def fields(
     work: Sequence[Start], full: Sequence[Sequence[int]], kept: Sequence[int], oracle: Sequence[int]
 ) -> dict[str, Any]:
     """`full`: tokens without a guard; `kept`, `oracle`: how many of them the guard and the oracle keep."""
-    by_kind: dict[str, tuple[int, int]] = {}
-    ended = {True: 0, False: 0}
+    guard, most, ended = Counter[str](), Counter[str](), Counter[bool]()
     for start, whole, mine, best in zip(work, full, kept, oracle, strict=True):
-        guard, most = by_kind.get(start.kind, (0, 0))
-        by_kind[start.kind] = guard + len(whole) - mine, most + len(whole) - best
-        ended[start.period > 0] += mine < len(whole)
-    by_kind.pop("none", None)
-    guard, most = (sum(pair[side] for pair in by_kind.values()) for side in (0, 1))
+        looping = start.period > 0
+        ended[looping] += mine < len(whole)
+        if looping:
+            guard[start.kind] += len(whole) - mine
+            most[start.kind] += len(whole) - best
+    of_looping = sum(start.period > 0 for start in work)
     return {
-        "saved_share": _share(guard, most),
-        "saved_share_by_period": {kind: _share(*pair) for kind, pair in by_kind.items()},
-        "tail_tokens": {"without": sum(map(len, full)), "saved_by_guard": guard, "saved_by_oracle": most},
-        "ended": {
-            "looping": ended[True],
-            "of_looping": sum(start.period > 0 for start in work),
-            "healthy": ended[False],
+        "saved_share": guard.total() / most.total() if most.total() else 0.0,
+        "saved_share_by_period": {kind: guard[kind] / most[kind] if most[kind] else 0.0 for kind in most},
+        "tail_tokens": {
+            "without": sum(map(len, full)),
+            "saved_by_guard": guard.total(),
+            "saved_by_oracle": most.total(),
         },
+        "ended": {"looping": ended[True], "of_looping": of_looping, "healthy": ended[False]},
     }
-
-
-def _share(guard: int, most: int) -> float:
-    return guard / most if most else 0.0
-
-
-def _by_size(full: Sequence[Sequence[int]], oracle: Sequence[int]) -> Mapping[str, float]:
-    """The rule's saved share with other block lengths, against the same oracle."""
-    found: dict[str, float] = {}
-    most = sum(len(whole) - best for whole, best in zip(full, oracle, strict=True))
-    for size in sorted({_SIZE, *_OTHER_SIZES}):
-        config = structs.replace(DEFAULTS, ngram_size=size)
-        found[str(size)] = _share(sum(len(whole) - guard_keeps(whole, config) for whole in full), most)
-    return found
 
 
 def _check(done: Done, full: Sequence[Sequence[int]], end: int, thresholds: RepeatTerminateConfig) -> None:

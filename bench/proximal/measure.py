@@ -1,6 +1,6 @@
 """One benchmark run: each engine in its own process, one at a time, all its parts, and the JSON object.
 
-- An engine loads and answers the version of its weights; then each line is a Work, answered with the part's fields.
+- An engine loads and says `ready`; then each line is a Work, answered with the part's fields.
   While it serves a queue it reports what it sees, until the next line, which it answers with `{}`.
 - From a version's publication to the first token under it: this process publishes, the engine's worker serves a queue.
   The broker is real, and so are the version directories; the worker is always in the middle of its sequences, and the
@@ -17,25 +17,23 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import msgspec
 
-from sluice.bench.broker import enqueue, own_broker
+from sluice.bench.broker import Broker, enqueue, new_job, own_broker
 from sluice.bench.child import Parent
-from sluice.bench.engine import PROMPT_IDS
-from sluice.bench.harness import HOME, at_least_one, say, why_no_vllm
+from sluice.bench.engines import loaded, random_ids
+from sluice.bench.harness import HOME, aim, say
 from sluice.bench.models import ENDLESS_CONTEXT, endless_model
 from sluice.bench.processes import START_S, Fleet, enforce_eager, engine_environment, run_settings
-from sluice.bench.proximal.updates import Sizes, score_cost, throughput
+from sluice.bench.proximal.updates import Plan, score_cost, throughput
 from sluice.bench.proximal.valid_share import valid_share
 from sluice.bench.proximal.versions import Publisher, Variants, ensure_variants
 from sluice.pipeline.config import Config, load_config
-from sluice.pipeline.config.types import BackendName, ModelConfig, VllmEngineOptions, WorkerConfig
-from sluice.pipeline.errors import ConfigError, SluiceError
-from sluice.pipeline.queue import JobQueue
+from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions, WorkerConfig
+from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.run.role import role_process
-from sluice.pipeline.wire.keys import Keys, tagged
 from sluice.pipeline.wire.messages import DecodeJob, Progress, SamplingParams
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.workers.decode_worker import DecodeWorker
@@ -54,42 +52,13 @@ VALID = 1.0
 """Share of the older tokens, however many versions the queue holds."""
 
 _SCORE_WAIT_S = 600  # a busy machine must not affect what is valid
-_QUICK = Sizes(
-    rows=4, prompt=16, generated=32, rounds=2, step_count=4, longest=64, intervals=(5, 20, 40), segment=20,
-    publishes=1, wave=4, wave_longest=24,
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Plan:
-    """`backends` are measured, in this order."""
-
-    backends: tuple[str, ...]
-    sizes: Sizes
-    why_no_vllm: str | None  # None: vLLM is measured
-
-    @classmethod
-    def of(cls, *, backends: str, rounds: int | None, quick: bool) -> Plan:
-        """`backends`: comma-separated names. Checked. Raises ConfigError."""
-        names = tuple(dict.fromkeys(name.strip() for name in backends.split(",") if name.strip()))
-        if not names or not set(names) <= set(get_args(BackendName)):
-            raise ConfigError(f"--backends {backends!r}: give some of {','.join(get_args(BackendName))}")
-        at_least_one(rounds=rounds)
-        sizes = _QUICK if quick else Sizes()
-        sizes = sizes if rounds is None else msgspec.structs.replace(sizes, rounds=rounds)
-        why = why_no_vllm("vllm" in names)
-        names = names if why is None else tuple(name for name in names if name != "vllm")
-        if not names:
-            raise ConfigError("--backends vllm: vllm is not installed (`make setup`, or the extra `vllm`)")
-        return cls(names, sizes, why)
 
 
 @dataclass(frozen=True)
 class Bench:
-    sizes: Sizes
+    plan: Plan
     home: Path
-    client: Any  # of the broker
-    url: str  # of the broker
+    broker: Broker
     model: Path
     variants: Path
 
@@ -108,8 +77,7 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     model = endless_model(HOME)
     return {
         **fields(await _run(plan, home, model, ensure_variants(HOME, model))),
-        "measured": measured(plan.sizes),
-        "sizes": msgspec.to_builtins(plan.sizes),
+        "measured": measured(plan),
         "threads": THREADS,
         "dtype": "float32",
         "model": model.name,
@@ -145,51 +113,51 @@ def aims(found: Mapping[str, Any]) -> dict[str, Any]:
             for name, value in cost.items()
         },
         "tok_s_by_interval": {"aim": None},
-        "valid_share": {"aim": f">= {VALID}", "found": least, "met": least >= VALID},
+        "valid_share": aim(">=", VALID, least),
     }
 
 
-def measured(sizes: Sizes) -> dict[str, str]:
+def measured(plan: Plan) -> dict[str, str]:
     """By field, in words: rows, lengths in tokens, and what a ratio compares."""
-    rows, prompt = f"{sizes.rows} rows", f"prompts of {sizes.prompt} tokens"
+    rows, prompt = f"{plan.rows} rows", f"prompts of {plan.prompt} tokens"
     return {
-        "publish_to_first_token_s": f"{rows} and a queue, {prompt}, up to {ENDLESS_CONTEXT - sizes.prompt} generated: "
+        "publish_to_first_token_s": f"{rows} and a queue, {prompt}, up to {ENDLESS_CONTEXT - plan.prompt} generated: "
         "from published_at (from_register: from the registration) to the first token under the new version",
-        "score_cost_ratio": f"{rows}, {prompt}, {sizes.generated} generated: from the last token before an update that "
+        "score_cost_ratio": f"{rows}, {prompt}, {plan.generated} generated: from the last token before an update that "
         "scores to the first after it of the last row, over the same without scores, and over one decode step",
-        "tok_s_by_interval": f"{rows}, {prompt}, 0 to {sizes.longest} generated at the start of a segment of "
-        f"{sizes.segment} steps, {sizes.segments} segments; steps between updates",
-        "valid_share": f"{sizes.wave} sequences of up to {sizes.wave_longest} tokens started under each of "
-        f"{sizes.retention + 1} versions; weights.retention and policy.max_token_staleness {sizes.retention}",
+        "tok_s_by_interval": f"{rows}, {prompt}, 0 to {plan.longest} generated at the start of a segment of "
+        f"{plan.segment} steps, {plan.segments} segments; steps between updates",
+        "valid_share": f"{plan.wave} sequences of up to {plan.wave_longest} tokens started under each of "
+        f"{plan.retention + 1} versions; weights.retention and policy.max_token_staleness {plan.retention}",
     }
 
 
 async def _run(plan: Plan, home: Path, model: Path, variants: Path) -> dict[str, dict[str, Any]]:
     parts: dict[str, dict[str, Any]] = {"published": {}, "cost": {}, "throughput": {}}
-    async with own_broker(home / "broker") as (client, url):
-        bench = Bench(plan.sizes, home, client, url, model, variants)
+    async with own_broker(home / "broker") as broker:
+        bench = Bench(plan, home, broker, model, variants)
         share = bench.settings(
             "share",
             "policy.enabled=true",
             "policy.advantage=reward",
-            f"policy.max_token_staleness={plan.sizes.retention}",
+            f"policy.max_token_staleness={plan.retention}",
             f"policy.score_wait_s={_SCORE_WAIT_S}",
             "scorer.claim_gpu=false",
-            f"weights.retention={plan.sizes.retention}",
+            f"weights.retention={plan.retention}",
         )
-        for name in dict.fromkeys((*plan.backends, "hf")):  # the share is always measured with hf
+        for name in dict.fromkeys((*plan.names, "hf")):  # the share is always measured with hf
             async with Fleet("scorer", home) as scorer:
                 if name == "hf":  # it loads at the same time as the engine
-                    await scorer.start_role("score", share, url, engine_environment(THREADS))
+                    await scorer.start_role("score", share, broker.url, engine_environment(THREADS))
                 async with engine(name, bench) as running:
                     if name == "hf":
-                        work = Work("share", plan.sizes, [*share, f"broker.url={url}"])
+                        work = Work("share", plan, [*share, f"broker.url={broker.url}"])
                         found = parts["share"] = await _measured(running, work)
                         scorer.check()
                         by_held = ", ".join(f"{held} {part:.4f}" for held, part in found["valid_share"].items())
                         say(f"valid share by versions in the queue: {by_held}")
                         await scorer.end()  # nothing runs beside the engine while it is timed
-                    if name in plan.backends:
+                    if name in plan.names:
                         for part, found in (await _of_backend(running, name, bench)).items():
                             parts[part][name] = found
     return parts
@@ -198,9 +166,9 @@ async def _run(plan: Plan, home: Path, model: Path, variants: Path) -> dict[str,
 async def _of_backend(running: Fleet, name: str, bench: Bench) -> dict[str, Any]:
     first = await _published(running, name, bench)
     say(f"{name}: {first['median']:.2f} s from publish to the first token, at worst {first['worst']:.2f} s")
-    cost = await _measured(running, Work("cost", bench.sizes))
+    cost = await _measured(running, Work("cost", bench.plan))
     say(f"{name}: an update with scores costs {cost['vs_kv_recompute']:.3f} of one without")
-    rates = await _measured(running, Work("throughput", bench.sizes, home=str(bench.home / f"versions-{name}")))
+    rates = await _measured(running, Work("throughput", bench.plan, home=str(bench.home / f"versions-{name}")))
     say(f"{name}: tok/s by interval " + ", ".join(f"{key} {rate:.0f}" for key, rate in rates["tok_s"].items()))
     return {"published": first, "cost": cost, "throughput": rates}
 
@@ -215,7 +183,7 @@ class Work(msgspec.Struct, frozen=True):
     """
 
     part: Literal["cost", "throughput", "share", "serve"]
-    sizes: Sizes
+    plan: Plan
     settings: list[str] = []
     home: str = ""
 
@@ -230,17 +198,17 @@ class Seen(msgspec.Struct, frozen=True):
 
 async def _published(running: Fleet, name: str, bench: Bench) -> dict[str, Any]:
     """Seconds from `published_at` to the first token under the new version, and from its registration."""
-    run, sizes, keys = f"published-{name}", bench.sizes, Keys(f"published-{name}")
-    more = [f"worker.max_batch={sizes.rows}", "worker.checkpoint_tokens=0", "worker.drain_s=0"]
-    await enqueue(JobQueue(bench.client, keys), _long_jobs(run, sizes))
-    work = Work("serve", sizes, bench.settings(run, *more, f"broker.url={bench.url}"))
+    run, plan, queue = f"published-{name}", bench.plan, bench.broker.queue(f"published-{name}")
+    more = [f"worker.max_batch={plan.rows}", "worker.checkpoint_tokens=0", "worker.drain_s=0"]
+    await enqueue(queue, _long_jobs(run, plan))
+    work = Work("serve", plan, bench.settings(run, *more, f"broker.url={bench.broker.url}"))
     (version,) = await running.ask(work, int, START_S)
     variants = Variants.read(bench.variants)
-    publisher = Publisher(bench.client, keys, bench.home / run / "weights", variants, sizes.retention)
+    publisher = Publisher(bench.broker.client, queue.keys, bench.home / run / "weights", variants, plan.retention)
     await publisher.owner.confirm()
     chance = random.Random(0)
     whole, registered, sequences = list[float](), list[float](), list[int]()
-    for number in range(sizes.publishes + 1):
+    for number in range(plan.publishes + 1):
         version += 1
         now = await publisher.publish(version)
         (seen,) = await running.receive(Seen, _SEEN_S)
@@ -266,26 +234,20 @@ async def _published(running: Fleet, name: str, bench: Bench) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def engine(name: str, bench: Bench) -> AsyncIterator[Fleet]:
     """A loaded engine in its own process; closed after the block."""
-    arguments = [name, str(bench.model), str(bench.variants), bench.sizes.rows]
-    async with Fleet(f"engine-{name}", bench.home) as fleet:
-        await fleet.start_child(serve, arguments, engine_environment(THREADS))
-        await fleet.receive(int, START_S)
+    arguments = [name, str(bench.model), str(bench.variants), bench.plan.rows]
+    env = engine_environment(THREADS)
+    async with Fleet.of_children(f"engine-{name}", bench.home, serve, arguments, env=env) as fleet:
         yield fleet
 
 
-def _long_jobs(run: str, sizes: Sizes) -> list[DecodeJob]:
+def _long_jobs(run: str, plan: Plan) -> list[DecodeJob]:
     """Greedy sequences with a third to all of the context."""
     chance = random.Random(1)
-    longest = ENDLESS_CONTEXT - sizes.prompt
-    return [
-        DecodeJob(
-            run=run,
-            job_id=tagged(run, str(number)),
-            prompt_token_ids=TokenArray(chance.randrange(PROMPT_IDS) for _ in range(sizes.prompt)),
-            sampling=SamplingParams(temperature=0.0, max_new_tokens=chance.randint(longest // 3, longest)),
-        )
-        for number in range(sizes.rows * _JOBS_A_ROW)
-    ]
+    longest = ENDLESS_CONTEXT - plan.prompt
+    lengths = [chance.randint(longest // 3, longest) for _ in range(plan.rows * _JOBS_A_ROW)]
+    samplings = [SamplingParams(temperature=0.0, max_new_tokens=length) for length in lengths]
+    prompts = [TokenArray(random_ids(chance, plan.prompt)) for _ in lengths]
+    return [new_job(run, str(at), samplings[at], prompt_token_ids=prompts[at]) for at in range(len(lengths))]
 
 
 async def serve(parent: Parent, name: str, model: str, variants: str, max_batch: int) -> None:
@@ -293,24 +255,20 @@ async def serve(parent: Parent, name: str, model: str, variants: str, max_batch:
     worker = WorkerConfig(
         backend="vllm" if name == "vllm" else "hf", max_batch=max_batch, torch_threads=THREADS, vllm=options
     )
-    backend = make_backend(ModelConfig(path=model, dtype="float32"), worker)
-    await backend.start()
-    parent.tell(backend.version)
-    try:
+    async with loaded(make_backend(ModelConfig(path=model, dtype="float32"), worker)) as backend:
+        parent.tell("ready")
         async for work in parent.requests(Work):
             parent.tell(await _do(backend, Variants.read(Path(variants)), work, parent))
-    finally:
-        await backend.close()
 
 
 async def _do(backend: Backend, variants: Variants, work: Work, parent: Parent) -> Any:
     if work.part == "cost":
-        return await score_cost(backend, variants, work.sizes)
+        return await score_cost(backend, variants, work.plan)
     if work.part == "throughput":
-        return await throughput(backend, variants, work.sizes, Path(work.home))
+        return await throughput(backend, variants, work.plan, Path(work.home))
     config, stop = load_config(None, work.settings), asyncio.Event()
     if work.part == "share":
-        return await valid_share(backend, variants, work.sizes, config)
+        return await valid_share(backend, variants, work.plan, config)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_serve_queue(backend, config, parent, stop))
         await parent.line()

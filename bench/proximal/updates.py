@@ -30,16 +30,18 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from sluice.bench.engine import PROMPT_IDS
-from sluice.bench.harness import play, ratios, spread
+from sluice.bench import harness
+from sluice.bench.engines import random_ids
+from sluice.bench.harness import play, ratios, spread, why_no_vllm
 from sluice.bench.models import ENDLESS_CONTEXT
 from sluice.bench.processes import cpu_s
 from sluice.bench.proximal.versions import COUNT, Variants
-from sluice.pipeline.errors import DeadlineExceeded, SluiceError
+from sluice.pipeline.config.types import BackendName
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
 from sluice.pipeline.weights.versions import verify, write_version
 from sluice.pipeline.wire.messages import Progress, SamplingParams, WeightVersion
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
@@ -56,9 +58,10 @@ Segment = tuple[int, float]
 """Tokens, seconds."""
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(harness.Plan, frozen=True, kw_only=True):
     """Counts, and lengths in tokens; the same for every engine."""
 
+    backends: str = "hf,vllm"
     rows: int = 32  # sequences running at once
     prompt: int = 64
     generated: int = 256  # of each row when the update comes, in `score_cost`
@@ -71,6 +74,30 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     retention: int = 4
     wave: int = 16  # sequences started under each version, in `valid_share`
     wave_longest: int = 128
+
+    QUICK = {
+        "rows": 4, "prompt": 16, "generated": 32, "rounds": 2, "step_count": 4, "longest": 64, "intervals": (5, 20, 40),
+        "segment": 20, "publishes": 1, "wave": 4, "wave_longest": 24,
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if not self._asked or not set(self._asked) <= set(get_args(BackendName)):
+            raise ConfigError(f"--backends {self.backends!r}: give some of {','.join(get_args(BackendName))}")
+        if not self.names:
+            raise ConfigError("--backends vllm: vllm is not installed (`make setup`, or the extra `vllm`)")
+
+    @property
+    def _asked(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name.strip() for name in self.backends.split(",") if name.strip()))
+
+    @property
+    def why_no_vllm(self) -> str | None:
+        return why_no_vllm("vllm" in self._asked)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The backends that are measured, in this order."""
+        return tuple(name for name in self._asked if name != "vllm" or not self.why_no_vllm)
 
     @property
     def segments(self) -> int:
@@ -99,12 +126,11 @@ def _seconds(sample: Sample) -> float:
     return sample.seconds
 
 
-async def score_cost(backend: Backend, variants: Variants, sizes: Sizes) -> dict[str, Any]:
+async def score_cost(backend: Backend, variants: Variants, plan: Plan) -> dict[str, Any]:
     async def one(kind: str, number: int) -> Sample:
-        return await _one(backend, variants, sizes, kind, number * len(KINDS))
+        return await _one(backend, variants, plan, kind, number * len(KINDS))
 
-    rounds = await play(sizes.rounds, KINDS, one, first=-1)
-    return score_fields(rounds[1:])  # the first one warmed up
+    return score_fields(await play(plan.rounds, KINDS, one, warm=1))
 
 
 def score_fields(rounds: Sequence[Round]) -> dict[str, Any]:
@@ -120,18 +146,18 @@ def score_fields(rounds: Sequence[Round]) -> dict[str, Any]:
     }
 
 
-async def _one(backend: Backend, variants: Variants, sizes: Sizes, kind: str, seed: int) -> Sample:
+async def _one(backend: Backend, variants: Variants, plan: Plan, kind: str, seed: int) -> Sample:
     version = backend.version
     # on vLLM some rows run far ahead while others are prefilled
-    room = ENDLESS_CONTEXT - sizes.prompt - sizes.generated
-    asks = requests(version, sizes.prompt, [sizes.generated] * sizes.rows, room, seed + KINDS.index(kind))
+    room = ENDLESS_CONTEXT - plan.prompt - plan.generated
+    asks = requests(version, plan.prompt, [plan.generated] * plan.rows, room, seed + KINDS.index(kind))
     async with running(backend, asks) as rows:
         await rows.until(lambda: rows.steps() >= _SETTLED, "the rows to run")
         if kind == "none":
             begin = rows.ready + _SETTLED * rows.count
-            end = begin + sizes.step_count * rows.count
+            end = begin + plan.step_count * rows.count
             await rows.until(lambda: len(rows.times) > end, "steps")
-            return Sample((rows.times[end] - rows.times[begin]) / sizes.step_count, 0.0)
+            return Sample((rows.times[end] - rows.times[begin]) / plan.step_count, 0.0)
         newer = version + STEPS[kind]
         called, used = time.perf_counter(), cpu_s()
         await backend.load_weights(variants.directory(newer), newer)
@@ -152,17 +178,17 @@ def _check(outputs: Sequence[SequenceOutput], version: int, newer: int) -> None:
             raise SluiceError(f"{output.seq_key}: {len(wrong)} tokens are not scored as by v{version} -> v{newer}")
 
 
-async def throughput(backend: Backend, variants: Variants, sizes: Sizes, home: Path) -> dict[str, Any]:
+async def throughput(backend: Backend, variants: Variants, plan: Plan, home: Path) -> dict[str, Any]:
     versions = [write_version(variants.directory(v), home, variants.manifest(v)) for v in range(COUNT)]
-    names = [*map(str, sizes.intervals), "none"]
+    names = [*map(str, plan.intervals), "none"]
     updates = dict.fromkeys(names, 0)
 
     async def one(name: str, number: int) -> Segment:
-        due = due_steps(None if name == "none" else int(name), number, sizes.segment)
+        due = due_steps(None if name == "none" else int(name), number, plan.segment)
         updates[name] += len(due)
-        return await _segment(backend, versions, sizes, due, number * len(names) + names.index(name))
+        return await _segment(backend, versions, plan, due, number * len(names) + names.index(name))
 
-    rounds = await play(sizes.segments, names, one)
+    rounds = await play(plan.segments, names, one)
     return {**rate_fields({name: [each[name] for each in rounds] for name in names}), "updates": updates}
 
 
@@ -184,17 +210,17 @@ def due_steps(interval: int | None, segment: int, steps: int) -> list[int]:
 
 
 async def _segment(
-    backend: Backend, versions: Sequence[WeightVersion], sizes: Sizes, due: Sequence[int], seed: int
+    backend: Backend, versions: Sequence[WeightVersion], plan: Plan, due: Sequence[int], seed: int
 ) -> Segment:
-    lengths = [index * sizes.longest // max(1, sizes.rows - 1) for index in range(sizes.rows)]
-    asks = requests(backend.version, sizes.prompt, lengths, sizes.room, seed)
+    lengths = [index * plan.longest // max(1, plan.rows - 1) for index in range(plan.rows)]
+    asks = requests(backend.version, plan.prompt, lengths, plan.room, seed)
     async with running(backend, asks) as rows:
         await rows.until(lambda: rows.ready > 0, "the rows to run")
         for step in due:
             await rows.until(lambda step=step: rows.steps() >= step, f"step {step}")
             await _update(backend, versions)
-        await rows.until(lambda: rows.steps() >= sizes.segment, f"step {sizes.segment}")
-    tokens = sizes.segment * sizes.rows
+        await rows.until(lambda: rows.steps() >= plan.segment, f"step {plan.segment}")
+    tokens = plan.segment * plan.rows
     return tokens, rows.times[rows.ready + tokens - 1] - rows.times[rows.ready - 1]
 
 
@@ -210,17 +236,13 @@ async def _update(backend: Backend, versions: Sequence[WeightVersion]) -> None:
 def requests(version: int, prompt: int, generated: Sequence[int], room: int, seed: int) -> list[SequenceRequest]:
     """One row per number of generated tokens, all of `version`, with `room` new tokens each. None ends early."""
     chance = random.Random(seed)
-
-    def ids(count: int) -> list[int]:
-        return [chance.randrange(PROMPT_IDS) for _ in range(count)]
-
     return [
         SequenceRequest(
             f"{seed}:{index}",
-            tuple(ids(prompt)),
+            tuple(random_ids(chance, prompt)),
             SamplingParams(temperature=1.0, max_new_tokens=count + room),
             seed=index,
-            so_far=SampledTokens(ids(count), [0.0] * count, [version] * count),
+            so_far=SampledTokens(random_ids(chance, count), [0.0] * count, [version] * count),
             eos_token_ids=(),
         )
         for index, count in enumerate(generated)

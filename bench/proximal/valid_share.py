@@ -23,8 +23,9 @@ from typing import Any
 
 import msgspec
 
-from sluice.bench.engine import PROMPT_IDS
-from sluice.bench.proximal.updates import WAIT_S, Sizes
+from sluice.bench.broker import new_job
+from sluice.bench.engines import random_ids
+from sluice.bench.proximal.updates import WAIT_S, Plan
 from sluice.bench.proximal.versions import Publisher, Variants
 from sluice.consumers.tasks import exact_answer
 from sluice.consumers.tasks.codec import HFTextCodec
@@ -38,7 +39,7 @@ from sluice.pipeline.queue import Claim
 from sluice.pipeline.queue.scores import Scores
 from sluice.pipeline.run.role import Role, role_process
 from sluice.pipeline.wire.keys import Keys
-from sluice.pipeline.wire.messages import DecodeJob, Progress, SamplingParams, SequenceResult, TrainingSample
+from sluice.pipeline.wire.messages import Progress, SamplingParams, SequenceResult, TrainingSample
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.workers.decode_worker import request_for, result_of
 from sluice.workers.engine.contracts import Backend
@@ -52,23 +53,23 @@ Publish = Callable[[int], Awaitable[Path]]
 """Version -> its directory, once it is registered."""
 
 
-async def valid_share(backend: Backend, variants: Variants, sizes: Sizes, config: Config) -> dict[str, Any]:
+async def valid_share(backend: Backend, variants: Variants, plan: Plan, config: Config) -> dict[str, Any]:
     async with role_process(config, "trainer", "bench-trainer", asyncio.Event()) as role:
         root = Path(config.run_dir) / config.run / "weights"
-        publisher = Publisher(role.client, Keys(config.run), root, variants, sizes.retention)
+        publisher = Publisher(role.client, Keys(config.run), root, variants, plan.retention)
         await publisher.owner.confirm()
         role.spawn(publisher.owner.keep())
 
         async def publish(version: int) -> Path:
             return (await publisher.publish(version)).directory
 
-        results = await rollouts(backend, publish, sizes.retention + 1, sizes)
+        results = await rollouts(backend, publish, plan.retention + 1, plan)
         samples = await asyncio.to_thread(_samples, results, config)
-        trainer = _Trainer(role, publisher.owner.nonce, variants, sizes.retention)
+        trainer = _Trainer(role, publisher.owner.nonce, variants, plan.retention)
         await asyncio.to_thread(trainer.score_plainly, samples)
         found: dict[str, dict[str, Any]] = {}
-        for held in range(1, sizes.retention + 1):
-            queue = [sample for sample in samples if _ended_under(sample) >= sizes.retention - held]
+        for held in range(1, plan.retention + 1):
+            queue = [sample for sample in samples if _ended_under(sample) >= plan.retention - held]
             found[str(held)] = await trainer.fill(queue)
         await publisher.owner.release()
     return {"valid_share": {held: each.pop("share") for held, each in found.items()}, "measured": found}
@@ -145,12 +146,12 @@ class _Trainer:
         return TrainStep(model, config.trainer, pad_id=0, row_tokens=row_tokens, policy=policy)
 
 
-async def rollouts(backend: Backend, publish: Publish, versions: int, sizes: Sizes) -> list[SequenceResult]:
+async def rollouts(backend: Backend, publish: Publish, versions: int, plan: Plan) -> list[SequenceResult]:
     """All results, of versions 0 .. `versions` - 1."""
     results: list[asyncio.Task[SequenceResult]] = []
     await backend.load_weights(await publish(0), 0)
     for version in range(versions):
-        lengths = _lengths(sizes.wave, sizes.wave_longest)
+        lengths = _lengths(plan.wave, plan.wave_longest)
         results += [
             asyncio.create_task(_decode(backend, f"{version}-{number}", length))
             for number, length in enumerate(lengths[:-1])
@@ -198,12 +199,9 @@ def _lengths(count: int, longest: int) -> list[int]:
 
 async def _decode(backend: Backend, name: str, num_new_tokens: int, turn: _Turn | None = None) -> SequenceResult:
     chance = random.Random(name)
-    prompt = [chance.randrange(PROMPT_IDS) for _ in range(chance.randint(8, 48))]
+    prompt = random_ids(chance, chance.randint(8, 48))
     sampling = SamplingParams(temperature=1.0, max_new_tokens=num_new_tokens)
-    job = DecodeJob(
-        run="bench", job_id=f"bench:{name}", prompt_token_ids=TokenArray(prompt), sampling=sampling,
-        task="exact_answer", truth="yes",
-    )  # fmt: skip
+    job = new_job("bench", name, sampling, prompt_token_ids=TokenArray(prompt), truth="yes")
     claim = Claim(job_id=job.job_id, attempt=1, enqueued_at=time.time(), job=job)
     request = request_for(claim, job, JobPrompt(prompt), 0, seed=0, every=0, on_progress=lambda *_: None)
     if turn is not None:

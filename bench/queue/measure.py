@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -30,8 +31,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from sluice.bench.broker import (
-    CHUNK,
     IN_FLIGHT,
+    Broker,
     broker_config,
     chunks,
     decode_job,
@@ -41,9 +42,9 @@ from sluice.bench.broker import (
     own_broker,
 )
 from sluice.bench.child import Parent
-from sluice.bench.harness import percentile, say, spread, until
+from sluice.bench.harness import by_count, percentile, say, until
 from sluice.bench.processes import child_command
-from sluice.bench.queue.race import MAX_JOBS, SAQ_MISSING, Ours, Outcome, Plan, Race, saq_is_installed
+from sluice.bench.queue.race import MAX_JOBS, SAQ_MISSING, SYSTEMS, Ours, Plan, Race, saq_is_installed
 from sluice.pipeline.broker.connection import ping
 from sluice.pipeline.config.types import Config, UpConfig
 from sluice.pipeline.errors import BrokerError, SluiceError
@@ -51,13 +52,9 @@ from sluice.pipeline.queue import ArqWorker, Call, Claim, Finished, JobQueue
 from sluice.pipeline.run.role import default_name, role_process
 from sluice.pipeline.run.stack import Deaths
 from sluice.pipeline.run.supervisor import Supervisor
-from sluice.pipeline.status.snapshot import snapshot
-from sluice.pipeline.wire.keys import Keys, tagged
 from sluice.pipeline.wire.messages import SamplingParams, SequenceResult, encode
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
-SYSTEMS = ("ours", "arq", "arq_best", "saq")
-_AIM_AT = 2  # workers at which the systems are compared
 _IDLE_GAP_S, _IDLE_WARM, _IDLE_SETTLE_S = (0.005, 0.045), 5, 0.3
 _MOST_PER_COMMIT = 256
 _COMMIT_BYTES = 768 << 10
@@ -66,6 +63,7 @@ _MOST_DEATHS = 3
 _SETTLE_S = 60.0
 _PROMPT = 64  # tokens of a result's prompt
 _KILLS = 2
+_NUMBERS = itertools.count()  # of claims
 _MAX_JOBS = 64  # one worker may hold all jobs of a round
 _LOOK_S, _DEADLINE_S = 0.01, 180.0
 _BACKOFF = UpConfig(restart_backoff_s=0.1)
@@ -83,69 +81,36 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     if not saq_is_installed():
         say(SAQ_MISSING)
     async with (
-        own_broker(home / "durable") as (_, durable),
-        own_broker(home / "plain", durable=False) as (_, plain),
-        own_broker(home / "calls") as (client, url),
+        own_broker(home / "durable") as durable,
+        own_broker(home / "plain", durable=False) as plain,
+        own_broker(home / "calls") as broker,
     ):
         race = Race(plan, durable, plain, home)
-        for workers in plan.workers:
+        for workers in sorted(set(plan.workers)):
             await race.run(workers)
-        facts = ping(broker_config(durable))
+        facts = ping(broker_config(durable.url))
         name = str(facts.get("server_name", "redis"))
         return {
-            **race_fields(race.outcome),
+            **race.outcome.fields(),
             **await _idle(plan.idle_jobs, durable, home),
-            **await bulk_enqueue(client, plan.bulk_jobs),
-            **await commits(client, plan.commit_kb, plan.commit_s),
-            **await claims(client, plan.depths, plan.claims),
-            **await deaths(client, url, home, plan.death_workers, plan.death_jobs, plan.death_job_s),
-            "rounds": plan.rounds,
+            **await bulk_enqueue(broker, plan.bulk_jobs),
+            **await commits(broker, plan.commit_kb, plan.commit_s),
+            **await claims(broker, plan.depths, plan.claims),
+            **await deaths(broker, home, plan.death_workers, plan.death_jobs, plan.death_job_s),
             "broker": f"{name} {facts.get(f'{name}_version', facts.get('redis_version'))}",
             "aof": {name: "everysec" if name == "ours" else "off" for name in SYSTEMS} | {"calls": "everysec"},
             "ours": {"max_jobs": MAX_JOBS},
         }
 
 
-def race_fields(race: Outcome) -> dict[str, Any]:
-    """The results of the rounds; null for a system that didn't run."""
-    rates = race.rates
-    medians = {name: {count: median(each) for count, each in by.items()} for name, by in rates.items()}
-    return {
-        **{f"{name}_jobs_s": _by_count(medians[name]) if name in medians else None for name in SYSTEMS},
-        "ours_vs_arq_best": ratio(rates, "arq_best"),
-        "ours_vs_arq": ratio(rates, "arq"),
-        "claims_per_job": _by_count(race.claims_per_job),
-        "claim_calls_per_job": _by_count(race.claim_calls_per_job),
-        "ours_worker_us": _by_count({count: median(each) for count, each in race.worker_us.items()}),
-        "ours_broker_us": _by_count({count: median(each) for count, each in race.broker_us.items()}),
-        "spread": {name: _by_count({count: spread(each) for count, each in by.items()}) for name, by in rates.items()},
-        "jobs": {name: _by_count(by) for name, by in race.jobs.items()},
-        "arq_best": _by_count(race.best),
-        "arq_grid": _by_count(race.grid),
-    }
-
-
-def ratio(rates: Mapping[str, Mapping[int, list[float]]], other: str) -> float | None:
-    """Median of ours over the other's, round by round, at 2 workers; None without such rounds."""
-    ours, theirs = (rates.get(name, {}).get(_AIM_AT) for name in ("ours", other))
-    if not ours or not theirs:
-        return None
-    return median(a / b for a, b in zip(ours, theirs, strict=True))
-
-
-def _by_count(by: Mapping[int, Any]) -> dict[str, Any]:
-    return {str(count): value for count, value in by.items()}
-
-
-async def _idle(jobs: int, url: str, home: Path) -> dict[str, float]:
+async def _idle(jobs: int, broker: Broker, home: Path) -> dict[str, float]:
     """Milliseconds."""
     gaps = random.Random(0)
-    async with Ours("idle", url, home, "idle").started(1) as ours:
+    async with Ours(broker, "idle").started("idle", 1, home) as ours:
         ours.fleet.resume()
         for number in range(_IDLE_WARM + jobs):
             await asyncio.sleep(gaps.uniform(*_IDLE_GAP_S))
-            call = Call(job_id=f"idle:{number}", function="mark", args=(time.time(),))
-            await ours.queue.enqueue_calls([call])
+            await ours.queue.enqueue_calls([Call(job_id=f"idle:{number}", function="mark", args=(time.time(),))])
         await asyncio.sleep(_IDLE_SETTLE_S)
         (totals,) = await ours.totals()
     waits_ms = [1000 * wait_s for wait_s in totals.waits_s[_IDLE_WARM:]]
@@ -188,11 +153,11 @@ def _result_with(count: int) -> SequenceResult:
     )
 
 
-async def bulk_enqueue(client: Any, count: int) -> dict[str, float]:
+async def bulk_enqueue(broker: Broker, count: int) -> dict[str, float]:
     """Jobs per second: several calls in flight, and one call after the other."""
     found: dict[str, float] = {}
     for name, most in (("bulk_enqueue_s", IN_FLIGHT), ("bulk_enqueue_one_by_one_s", 1)):
-        queue = JobQueue(client, Keys(name))
+        queue = broker.queue(name)
         ready = list(chunks([decode_job(name, number) for number in range(count)]))
         started = time.perf_counter()
         await in_flight((enqueue(queue, chunk) for chunk in ready), most)
@@ -201,54 +166,48 @@ async def bulk_enqueue(client: Any, count: int) -> dict[str, float]:
     return {**found, "bulk_job_bytes": len(encode(decode_job("bulk", count)))}
 
 
-async def commits(client: Any, kilobytes: Sequence[int], at_least_s: float) -> dict[str, Any]:
+async def commits(broker: Broker, kilobytes: Sequence[int], at_least_s: float) -> dict[str, Any]:
     """Sequences per second, by KB of an encoded result."""
-    rates, per_call, sizes = {}, {}, {}
+    found: dict[str, Any] = {"commit_s": {}, "commit_per_call": {}, "commit_bytes": {}}
     for size in kilobytes:
         most = max(1, min(_MOST_PER_COMMIT, _COMMIT_BYTES // (size << 10)))
-        keys = Keys(f"commit-{size}")
-        committed, seconds = 0, 0.0
-        queue = JobQueue(client, keys)
-        async for held in _claimed(queue, most):
-            ended = [Finished(claim, result_of(claim.job_id, size << 10)) for claim in held]
+        queue, committed, seconds = broker.queue(f"commit-{size}"), 0, 0.0
+        while seconds < at_least_s:
+            ended = [Finished(claim, result_of(claim.job_id, size << 10)) for claim in await _claimed(queue, most)]
             started = time.perf_counter()
             outcomes = await queue.commit(ended)
             seconds += time.perf_counter() - started
             if set(outcomes) != {"ok"}:
                 raise BrokerError(f"commits of the bench were refused: {sorted(set(outcomes))}")
-            await client.unlink(keys.result_stream("", 1))
+            await broker.client.unlink(queue.keys.result_stream("", 1))
             committed += len(ended)
-            sizes[str(size)] = len(encode(ended[0].result))
-            if seconds >= at_least_s:
-                break
-        rates[str(size)], per_call[str(size)] = committed / seconds, most
-        say(f"commit of {size} KB: {rates[str(size)]:.0f} sequences/s, {most} a call")
-    return {"commit_s": rates, "commit_per_call": per_call, "commit_bytes": sizes}
+            found["commit_bytes"][str(size)] = len(encode(ended[0].result))
+        found["commit_s"][str(size)], found["commit_per_call"][str(size)] = committed / seconds, most
+        say(f"commit of {size} KB: {committed / seconds:.0f} sequences/s, {most} a call")
+    return found
 
 
-async def _claimed(queue: JobQueue, count: int) -> AsyncIterator[list[Claim]]:
-    """Endless lists of `count` new claims."""
-    number = 0
-    while True:
-        await enqueue(queue, [decode_job(queue.keys.run, number + i) for i in range(count)])
-        number += count
-        found: list[Claim] = []
-        while len(found) < count:
-            found += (await queue.claim(count - len(found), _LEASE_S, _MOST_DEATHS)).claims
-        yield found
+async def _claimed(queue: JobQueue, count: int) -> list[Claim]:
+    """Claims of `count` new jobs."""
+    first = next(_NUMBERS) * _MOST_PER_COMMIT
+    await enqueue(queue, [decode_job(queue.keys.run, first + i) for i in range(count)])
+    found: list[Claim] = []
+    while len(found) < count:
+        found += (await queue.claim(count - len(found), _LEASE_S, _MOST_DEATHS)).claims
+    return found
 
 
-async def claims(client: Any, depths: Sequence[int], count: int) -> dict[str, Any]:
+async def claims(broker: Broker, depths: Sequence[int], count: int) -> dict[str, Any]:
     """Microseconds to claim one job, by the number of jobs in the queue."""
-    queues = {depth: JobQueue(client, Keys(f"depth-{depth}")) for depth in depths}
+    queues = {depth: broker.queue(f"depth-{depth}") for depth in depths}
     for depth, queue in queues.items():
         started = time.perf_counter()
-        await in_flight(enqueue_calls(queue, _calls(queue, begin, depth)) for begin in range(0, depth, CHUNK))
+        await enqueue_calls(queue, "noop", range(depth))
         say(f"queue of {depth} jobs: filled in {time.perf_counter() - started:.1f} s")
 
     async def settled() -> bool:
         """A broker that rewrites its append-only file is slower than usual."""
-        return not (await client.info("persistence"))["aof_rewrite_in_progress"]
+        return not (await broker.client.info("persistence"))["aof_rewrite_in_progress"]
 
     await until(settled, "the broker to rewrite its append-only file", _SETTLE_S)
     taken: dict[int, list[float]] = {depth: [] for depth in queues}
@@ -259,14 +218,9 @@ async def claims(client: Any, depths: Sequence[int], count: int) -> dict[str, An
             taken[depth].append(1e6 * (time.perf_counter() - started))
             if await queue.release(got.claims) != 1:
                 raise BrokerError("a claimed job of the bench could not be handed back")
-    found = {str(depth): median(each) for depth, each in taken.items()}
+    found = by_count(taken, median)
     say("claim: " + ", ".join(f"{taken_us:.0f} us with {depth} jobs queued" for depth, taken_us in found.items()))
     return {"claim_us": found}
-
-
-def _calls(queue: JobQueue, begin: int, depth: int) -> list[Call]:
-    numbers = range(begin, min(begin + CHUNK, depth))
-    return [Call(job_id=tagged(queue.keys.run, str(number)), function="noop") for number in numbers]
 
 
 async def last(_ctx: Any, seconds: float) -> None:
@@ -287,13 +241,11 @@ async def serve_mortal(_: Parent, url: str, run: str) -> None:
         await worker.close()
 
 
-async def deaths(
-    client: Any, url: str, home: Path, by_workers: Sequence[int], jobs: int, job_s: float
-) -> dict[str, Any]:
+async def deaths(broker: Broker, home: Path, by_workers: Sequence[int], jobs: int, job_s: float) -> dict[str, Any]:
     """Seconds, by workers."""
     found: dict[str, dict[str, float]] = {}
     for workers in by_workers:
-        quiet, killed = (_Round(client, url, home, workers, kills) for kills in (0, _KILLS))
+        quiet, killed = (_Round(broker, home, workers, kills) for kills in (0, _KILLS))
         quiet_s, killed_s = await quiet.run(jobs, job_s), await killed.run(jobs, job_s)
         start_s = max(quiet.start_s, killed.start_s)
         limit_s = 2 * quiet_s + start_s
@@ -308,26 +260,25 @@ async def deaths(
 class _Round:
     """Supervised workers in a separate run."""
 
-    def __init__(self, client: Any, url: str, home: Path, workers: int, kills: int) -> None:
-        self._config = Config(run=f"deaths-{workers}-{kills}", broker=broker_config(url))
-        self._client, self._keys, self._workers, self._kills = client, Keys(self._config.run), workers, kills
-        env = {**os.environ, "REDIS_URL": url}
-        settle = Deaths(client, self._config).settle
+    def __init__(self, broker: Broker, home: Path, workers: int, kills: int) -> None:
+        self._config = Config(run=f"deaths-{workers}-{kills}", broker=broker_config(broker.url))
+        self._broker, self._workers, self._kills = broker, workers, kills
+        self._queue = broker.queue(self._config.run)
+        env = {**os.environ, "REDIS_URL": broker.url}
+        settle = Deaths(broker.client, self._config).settle
         self._supervisor = Supervisor(_BACKOFF, home / self._config.run, env, settle)
         self.start_s = 0.0
 
     async def run(self, jobs: int, job_s: float) -> float:
         """Seconds from the first enqueue to the last job's end."""
         async with self._started():
-            started, run = time.perf_counter(), self._config.run
-            queue = JobQueue(self._client, self._keys)
-            calls = [Call(job_id=f"{run}:{number}", function="last", args=(job_s,)) for number in range(jobs)]
-            await in_flight(enqueue_calls(queue, chunk) for chunk in chunks(calls))
+            started = time.perf_counter()
+            await enqueue_calls(self._queue, "last", range(jobs), job_s)
             for _ in range(self._kills):
                 await self._kill_the_busiest(job_s / 2)
 
             async def over() -> bool:
-                return int(await self._client.hget(self._keys.counts, "called") or 0) >= jobs
+                return int(await self._broker.client.hget(self._queue.keys.counts, "called") or 0) >= jobs
 
             await until(over, f"{jobs} jobs to end", _DEADLINE_S, every_s=_LOOK_S)
             return time.perf_counter() - started
@@ -340,7 +291,7 @@ class _Round:
         began = time.perf_counter()
 
         async def up() -> bool:
-            return len((await snapshot(self._client, self._keys)).alive("worker")) == self._workers
+            return len((await self._broker.snapshot(self._config.run)).alive("worker")) == self._workers
 
         task = asyncio.create_task(self._supervisor.run())
         try:
@@ -354,9 +305,10 @@ class _Round:
 
     async def _holders(self) -> Counter[str]:
         """How many jobs each worker holds."""
-        pipe = self._client.pipeline(transaction=False)
-        for job_id in await self._client.zrange(self._keys.leases, 0, -1):
-            pipe.hget(self._keys.job_state.encode() + job_id, "worker")
+        client, keys = self._broker.client, self._queue.keys
+        pipe = client.pipeline(transaction=False)
+        for job_id in await client.zrange(keys.leases, 0, -1):
+            pipe.hget(keys.job_state.encode() + job_id, "worker")
         return Counter(name.decode() for name in await pipe.execute() if name)
 
     async def _kill_the_busiest(self, after_s: float) -> None:

@@ -18,25 +18,26 @@ import importlib
 import logging.config
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar, Self
 
 import arq
 import msgspec
 from arq.logs import default_log_config
 
-from sluice.bench.broker import broker_config, broker_s, chunks, enqueue_calls, in_flight
+from sluice.bench import harness
+from sluice.bench.broker import Broker, broker_config, enqueue_calls, in_flight
 from sluice.bench.child import Parent
-from sluice.bench.harness import at_least_one, play, say, until
+from sluice.bench.harness import by_count, median_of, play, ratios, spread, until
 from sluice.bench.processes import Fleet
 from sluice.pipeline.broker.connection import connect
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.logs import configure
-from sluice.pipeline.queue import ArqWorker, Call, Claimed, JobQueue, arq_pool, arq_redis_settings
+from sluice.pipeline.queue import ArqWorker, Claimed, arq_pool, arq_redis_settings
 from sluice.pipeline.run.role import default_name
 from sluice.pipeline.wire.keys import Keys
 
@@ -54,6 +55,8 @@ ARQ_GRID: tuple[Settings, ...] = (
 
 MAX_JOBS = 100  # of our worker: as many as one claim returns
 SAQ_MISSING = "SAQ is not installed, saq_jobs_s is null; to include it: pip install 'sluice[bench]'"
+SYSTEMS = ("ours", "arq", "arq_best", "saq")
+_AIM_AT = 2  # workers at which the systems are compared
 _START_S = 60.0
 _DEADLINE_S = 120.0
 _LOOK_S = 0.003
@@ -142,12 +145,12 @@ class Lap:
 class System(ABC):
     """One system on its broker, with its own kind of worker processes, which are stopped outside rounds."""
 
-    leftovers: ClassVar[str]  # keys that ended jobs leave behind
+    leftovers: ClassVar[str] = "arq:result:*"  # keys that ended jobs leave behind
 
-    def __init__(self, name: str, url: str, home: Path, serve: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        self.client: Any = connect(broker_config(url))
-        self.fleet = Fleet(name, home)
+    def __init__(self, broker: Broker, serve: Callable[..., Any], *arguments: Any) -> None:
+        self.client, self._broker = broker.client, broker
         self.filled, self.jobs = 0, 0  # so far, and in each round
+        self.scope = contextlib.AsyncExitStack()  # of its own connections
         self._serve, self._arguments = serve, arguments
 
     @abstractmethod
@@ -157,56 +160,40 @@ class System(ABC):
     async def is_empty(self) -> bool:
         """Whether every job has ended."""
 
-    async def close(self) -> None:
-        await self.client.aclose()
-
     @contextlib.asynccontextmanager
-    async def started(self, workers: int) -> AsyncGenerator[Self]:
-        async with contextlib.AsyncExitStack() as scope:
-            scope.push_async_callback(self.close)
-            await scope.enter_async_context(self.fleet)
-            for _ in range(workers):
-                await self.fleet.start_child(self._serve, self._arguments)
-            await self.fleet.receive(str, _START_S)
+    async def started(self, name: str, workers: int, home: Path) -> AsyncGenerator[Self]:
+        arguments = [[self._broker.url, *self._arguments]] * workers
+        async with self.scope, Fleet.of_children(name, home, self._serve, *arguments) as self.fleet:
             self.fleet.pause()
             yield self
 
     async def run(self, jobs: int) -> Lap:
         """Fill, release, wait for the end; first delete what ended jobs left behind."""
-        cursor: int = 0
-        while True:
-            cursor, found = await self.client.scan(cursor, match=self.leftovers, count=_PAGE)
-            if found:
-                await self.client.unlink(*found)
-            if not cursor:
-                break
+        async for key in self.client.scan_iter(match=self.leftovers, count=_PAGE):
+            await self.client.unlink(key)
         await self.enqueue(jobs)
         self.filled += jobs
-        workers_s, used_s, started = self.fleet.cpu_s(), await broker_s(self.client), time.perf_counter()
+        workers_s, used_s, started = self.fleet.cpu_s(), await self._broker.cpu_s(), time.perf_counter()
         with self.fleet.running():
             await until(self.is_empty, "all jobs to end", _DEADLINE_S, every_s=_LOOK_S, check=self.fleet.check)
             seconds = time.perf_counter() - started
-        workers_s, used_s = self.fleet.cpu_s() - workers_s, await broker_s(self.client) - used_s
+        workers_s, used_s = self.fleet.cpu_s() - workers_s, await self._broker.cpu_s() - used_s
         return Lap(jobs / seconds, 1e6 * workers_s / jobs, 1e6 * used_s / jobs)
 
 
 class Ours(System):
     """The leased queue, as a separate run, so others don't interfere."""
 
-    leftovers = "arq:result:*"
-
-    def __init__(self, name: str, url: str, home: Path, run: str) -> None:
-        super().__init__(name, url, home, serve_ours, [url, run])
-        self._keys = Keys(run)
-        self.queue = JobQueue(self.client, self._keys)
+    def __init__(self, broker: Broker, run: str) -> None:
+        super().__init__(broker, serve_ours, run)
+        self.queue = broker.queue(run)
 
     async def enqueue(self, count: int) -> None:
-        calls = [Call(job_id=f"{self._keys.run}:{self.filled + i}", function="noop") for i in range(count)]
-        await in_flight(enqueue_calls(self.queue, chunk) for chunk in chunks(calls))
+        await enqueue_calls(self.queue, "noop", range(self.filled, self.filled + count))
 
     async def is_empty(self) -> bool:
         pipe: Any = self.client.pipeline(transaction=False)
-        pipe.zcard(self._keys.jobs).hget(self._keys.counts, "called")
+        pipe.zcard(self.queue.keys.jobs).hget(self.queue.keys.counts, "called")
         left, called = await pipe.execute()
         return not left and int(called or 0) == self.filled
 
@@ -217,10 +204,8 @@ class Ours(System):
 
 
 class Arq(System):
-    leftovers = "arq:result:*"
-
-    def __init__(self, name: str, url: str, home: Path, settings: Settings | None = None) -> None:
-        super().__init__(name, url, home, serve_arq, [url, settings or {}])
+    def __init__(self, broker: Broker, settings: Settings | None = None) -> None:
+        super().__init__(broker, serve_arq, settings or {})
         self._pool = arq_pool(self.client, _ARQ_QUEUE)
         self._pool.job_serializer = self._pool.job_deserializer = None  # its own
 
@@ -234,30 +219,26 @@ class Arq(System):
 class Saq(System):
     leftovers = "saq:job:*"
 
-    def __init__(self, name: str, url: str, home: Path) -> None:
-        super().__init__(name, url, home, serve_saq, [url])
-        self._queue: Any = importlib.import_module("saq").Queue.from_url(url)
+    def __init__(self, broker: Broker) -> None:
+        super().__init__(broker, serve_saq)
+        self._queue: Any = importlib.import_module("saq").Queue.from_url(broker.url)
+        self.scope.push_async_callback(self._queue.disconnect)
 
     async def enqueue(self, count: int) -> None:
         await in_flight((self._queue.enqueue("noop") for _ in range(count)), _ENQUEUES)
-
-    async def close(self) -> None:
-        await self._queue.disconnect()
-        await super().close()
 
     async def is_empty(self) -> bool:
         return not await self._queue.count("incomplete")
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(harness.Plan, frozen=True, kw_only=True):
     """Seconds and counts are per round; `jobs` are ours, the others get as many as they end in `seconds`."""
 
     workers: tuple[int, ...] = (1, 2, 4, 8)
     jobs: int = 30_000
     rounds: int = 3
     seconds: float = 2.0
-    grid: tuple[Settings, ...] = ARQ_GRID
+    settings: int = len(ARQ_GRID)  # of arq's worker, from which the best is taken
     probe_jobs: int = 400
     idle_jobs: int = 400
     bulk_jobs: int = 40_000
@@ -269,96 +250,116 @@ class Plan:
     death_jobs: int = 64
     death_job_s: float = 1.0
 
-    @classmethod
-    def of(cls, *, workers: tuple[int, ...], jobs: int | None, quick: bool) -> Plan:
-        at_least_one(workers=workers, jobs=jobs)
-        counts = tuple(sorted(set(workers)))
-        if not quick:
-            return cls(workers=counts, jobs=jobs or cls.jobs)
-        return cls(
-            workers=counts, jobs=jobs or 500, rounds=1, seconds=0.2, grid=ARQ_GRID[:1], probe_jobs=60, idle_jobs=20,
-            bulk_jobs=1_000, commit_s=0.05, depths=(100, 2_000), claims=50,
-            death_workers=(2,), death_jobs=16, death_job_s=0.3,
-        )  # fmt: skip
+    QUICK = {
+        "jobs": 500, "rounds": 1, "seconds": 0.2, "settings": 1, "probe_jobs": 60, "idle_jobs": 20, "bulk_jobs": 1_000,
+        "commit_s": 0.05, "depths": (100, 2_000), "claims": 50, "death_workers": (2,), "death_jobs": 16,
+        "death_job_s": 0.3,
+    }  # fmt: skip
 
 
 @dataclass
 class Outcome:
-    """By system, then by number of workers."""
+    """By number of workers."""
 
-    rates: dict[str, dict[int, list[float]]] = field(default_factory=lambda: defaultdict(dict))
-    jobs: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
-    worker_us: dict[int, list[float]] = field(default_factory=dict)  # processor time a job: our workers'
-    broker_us: dict[int, list[float]] = field(default_factory=dict)  # and our broker's
-    claims_per_job: dict[int, float] = field(default_factory=dict)
-    claim_calls_per_job: dict[int, float] = field(default_factory=dict)
+    rounds: dict[int, list[dict[str, Lap]]] = field(default_factory=dict)
+    jobs: dict[int, dict[str, int]] = field(default_factory=dict)  # of a round, by system
+    claimed: dict[int, float] = field(default_factory=dict)  # by our workers, per job
+    claims: dict[int, float] = field(default_factory=dict)  # calls that brought jobs, per job
     grid: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     best: dict[int, Settings] = field(default_factory=dict)
 
+    def of(self, name: str) -> dict[int, list[dict[str, Lap]]]:
+        """The rounds in which this system ran."""
+        return {count: rounds for count, rounds in self.rounds.items() if name in rounds[0]}
+
+    def ratio(self, other: str) -> float | None:
+        """Median of ours over the other's, round by round, at 2 workers; None without such rounds."""
+        rounds = self.of(other).get(_AIM_AT)
+        return median(ratios(rounds, "ours", other, _rate)) if rounds else None
+
+    def fields(self) -> dict[str, Any]:
+        """The results; null for a system that didn't run."""
+
+        def medians(name: str, of: Callable[[Lap], float] = _rate) -> dict[str, float] | None:
+            return by_count(self.of(name), lambda rounds: median_of(rounds, name, of)) or None
+
+        def spreads(name: str) -> dict[str, list[float]]:
+            return by_count(self.of(name), lambda rounds: spread(each[name].rate for each in rounds))
+
+        ran = [name for name in SYSTEMS if self.of(name)]
+        return {
+            **{f"{name}_jobs_s": medians(name) for name in SYSTEMS},
+            "ours_vs_arq_best": self.ratio("arq_best"),
+            "ours_vs_arq": self.ratio("arq"),
+            "claims_per_job": by_count(self.claimed),
+            "claim_calls_per_job": by_count(self.claims),
+            "ours_worker_us": medians("ours", lambda lap: lap.worker_us),
+            "ours_broker_us": medians("ours", lambda lap: lap.broker_us),
+            "spread": {name: spreads(name) for name in ran},
+            "jobs": {name: {str(count): by[name] for count, by in self.jobs.items() if name in by} for name in ran},
+            "arq_best": by_count(self.best),
+            "arq_grid": by_count(self.grid),
+        }
+
+
+def _rate(lap: Lap) -> float:
+    return lap.rate
+
 
 class Race:
-    """All rounds; `durable` and `plain` are the brokers' URLs."""
+    """All rounds, on two brokers."""
 
-    def __init__(self, plan: Plan, durable: str, plain: str, home: Path) -> None:
+    def __init__(self, plan: Plan, durable: Broker, plain: Broker, home: Path) -> None:
         self._plan, self._durable, self._plain, self._home = plan, durable, plain, home
         self.outcome = Outcome()
 
     async def run(self, workers: int) -> None:
+        found = self.outcome
         async with contextlib.AsyncExitStack() as scope:
-            systems = await self._line_up(workers, scope)
+            ours, others = await self._line_up(workers, scope)
+            systems: dict[str, System] = {"ours": ours, **others}
 
             async def one(name: str, _: int) -> Lap:
                 return await systems[name].run(systems[name].jobs)
 
-            def ended(number: int, laps: Any) -> None:
-                rates = ", ".join(f"{name} {laps[name].rate:.0f}" for name in systems)
-                say(f"{workers} workers, round {number + 1}/{self._plan.rounds}: {rates} jobs/s")
-
-            laps = await play(self._plan.rounds, list(systems), one, ended)
-            for name, system in systems.items():
-                self.outcome.rates[name][workers] = [each[name].rate for each in laps]
-                self.outcome.jobs[name][workers] = system.jobs
-            self.outcome.worker_us[workers] = [each["ours"].worker_us for each in laps]
-            self.outcome.broker_us[workers] = [each["ours"].broker_us for each in laps]
-            ours = systems["ours"]
-            assert isinstance(ours, Ours)
+            show, what = (lambda lap: f"{lap.rate:.0f} jobs/s"), f"{workers} workers, round"
+            found.rounds[workers] = await play(self._plan.rounds, list(systems), one, show=show, what=what)
+            found.jobs[workers] = {name: system.jobs for name, system in systems.items()}
             totals = await ours.totals()
-            self.outcome.claims_per_job[workers] = sum(each.claimed for each in totals) / ours.filled
-            self.outcome.claim_calls_per_job[workers] = sum(each.claims for each in totals) / ours.filled
+            found.claimed[workers] = sum(each.claimed for each in totals) / ours.filled
+            found.claims[workers] = sum(each.claims for each in totals) / ours.filled
 
-    async def _line_up(self, workers: int, scope: contextlib.AsyncExitStack) -> dict[str, System]:
+    async def _line_up(self, workers: int, scope: contextlib.AsyncExitStack) -> tuple[Ours, dict[str, System]]:
         """All systems, warm; the others get as many jobs as they finish in the time of a round."""
-        ours = Ours(f"ours-{workers}", self._durable, self._home, f"race-{workers}")
-        await scope.enter_async_context(ours.started(workers))
+        ours = Ours(self._durable, f"race-{workers}")
+        await scope.enter_async_context(ours.started(f"ours-{workers}", workers, self._home))
         await ours.run(self._plan.probe_jobs * _OURS_WARM)
         ours.jobs = self._plan.jobs
-        others: dict[str, System] = {"arq": Arq(f"arq-{workers}", self._plain, self._home)}
+        others: dict[str, System] = {"arq": Arq(self._plain)}
         if saq_is_installed():
-            others["saq"] = Saq(f"saq-{workers}", self._plain, self._home)
-        for system in others.values():
-            await scope.enter_async_context(system.started(workers))
+            others["saq"] = Saq(self._plain)
+        for name, system in others.items():
+            await scope.enter_async_context(system.started(f"{name}-{workers}", workers, self._home))
         for system in others.values():
             system.jobs = self._jobs_at((await system.run(self._plan.probe_jobs)).rate)
-        return {"ours": ours, "arq_best": await self._best_arq(workers, scope), **others}
+        return ours, {"arq_best": await self._best_arq(workers, scope), **others}
 
     async def _best_arq(self, workers: int, scope: contextlib.AsyncExitStack) -> System:
-        best, fastest, best_scope = None, 0.0, contextlib.AsyncExitStack()
-        scope.push_async_callback(lambda: best_scope.aclose())
+        """Probe every setting; the best one starts anew."""
         rows = self.outcome.grid[workers] = []
-        for number, settings in enumerate(self._plan.grid):
-            async with contextlib.AsyncExitStack() as attempt:
-                system = Arq(f"arq_best-{workers}-{number}", self._plain, self._home, settings)
-                await attempt.enter_async_context(system.started(workers))
-                await system.run(self._plan.probe_jobs // _WARM_SHARE)
-                rate = (await system.run(self._plan.probe_jobs)).rate
-                rows.append({**settings, "jobs_s": rate})
-                if rate > fastest:
-                    await best_scope.aclose()
-                    best, fastest, best_scope = system, rate, attempt.pop_all()
-                    self.outcome.best[workers] = settings
-        assert best is not None
-        best.jobs = self._jobs_at(fastest)
+        for number, settings in enumerate(ARQ_GRID[: self._plan.settings]):
+            async with Arq(self._plain, settings).started(f"arq-{workers}-{number}", workers, self._home) as system:
+                rows.append({**settings, "jobs_s": await self._probe(system)})
+        rates = [row["jobs_s"] for row in rows]
+        chosen = self.outcome.best[workers] = ARQ_GRID[rates.index(max(rates))]
+        best = Arq(self._plain, chosen)
+        await scope.enter_async_context(best.started(f"arq_best-{workers}", workers, self._home))
+        best.jobs = self._jobs_at(await self._probe(best))
         return best
+
+    async def _probe(self, system: System) -> float:
+        await system.run(self._plan.probe_jobs // _WARM_SHARE)
+        return (await system.run(self._plan.probe_jobs)).rate
 
     def _jobs_at(self, rate: float) -> int:
         return max(self._plan.probe_jobs, round(rate * self._plan.seconds))

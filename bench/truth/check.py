@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sluice.bench.engines import greedy, loaded, make_engine
 from sluice.bench.harness import own_directory, say
 from sluice.bench.truth.architectures import ARCHITECTURES, CONTEXT, WINDOW, save
 from sluice.consumers.training.model import load_policy
@@ -24,10 +25,9 @@ from sluice.consumers.training.step import TrainStep
 from sluice.pipeline import logs
 from sluice.pipeline.config.types import ModelConfig, TrainerConfig
 from sluice.pipeline.errors import ConfigError, EngineError, ModelError
-from sluice.pipeline.wire.messages import SamplingParams, TrainingSample
+from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
-from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
-from sluice.workers.engine.hf import HfBackend
+from sluice.workers.engine.contracts import Backend, SequenceOutput
 
 _ROWS = {
     "packed": "several samples a row",
@@ -134,7 +134,7 @@ def table(architectures: Mapping[str, Mapping[str, Any]]) -> str:
 
 def hf_backend(directory: Path, max_batch: int) -> Backend:
     """Not started; text alone."""
-    return HfBackend(ModelConfig(path=str(directory), variant="text", dtype="float32"), max_batch=max_batch)
+    return make_engine("hf", directory, max_batch, variant="text")
 
 
 def check(
@@ -182,15 +182,9 @@ async def _decode(policy: Any, directory: Path, sizes: Sizes, make_backend: Make
 
 
 async def _outputs(backend: Backend, asks: Sequence[tuple[list[int], int]]) -> list[SequenceOutput]:
-    try:
-        await backend.start()
-        requests = [
-            SequenceRequest(f"s{at}", tuple(prompt), SamplingParams(temperature=0.0, max_new_tokens=count))
-            for at, (prompt, count) in enumerate(asks)
-        ]
-        return list(await asyncio.gather(*(backend.decode(one) for one in requests)))
-    finally:
-        await backend.close()
+    async with loaded(backend):
+        requests = (greedy(f"s{at}", prompt, count) for at, (prompt, count) in enumerate(asks))
+        return list(await asyncio.gather(*map(backend.decode, requests)))
 
 
 def _judge(judged: Judged, policy: Any, prompt: list[int], count: int, output: SequenceOutput) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from sluice.bench.harness import HOME
 from sluice.bench.models import endless_model
-from sluice.bench.proximal.measure import Plan, aims
-from sluice.bench.proximal.updates import Sample, Sizes, due_steps, rate_fields, score_fields
+from sluice.bench.proximal.measure import aims
+from sluice.bench.proximal.updates import Plan, Sample, due_steps, rate_fields, score_fields
 from sluice.bench.proximal.versions import COUNT, Variants, ensure_variants
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.weights.versions import digest_of
@@ -19,7 +19,7 @@ from tests.benches import left_behind, run_bench
 
 @pytest.mark.parametrize("interval", [50, 200, 1000])
 def test_every_interval_gets_its_updates(interval: int) -> None:
-    sizes = Sizes()
+    sizes = Plan()
     due = [due_steps(interval, number, sizes.segment) for number in range(sizes.segments)]
     assert sum(map(len, due)) == max(sizes.intervals) // interval
     flat = [number * sizes.segment + step for number, steps in enumerate(due) for step in steps]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.bench.harness import at_least_one, play, ratios
+from sluice.bench.harness import Plan, aim, play, ratios
 from sluice.bench.processes import Fleet
 from sluice.pipeline.errors import ConfigError, SluiceError
 from tests.benches import ROOT, serve_shares
@@ -37,12 +37,55 @@ async def test_a_round_that_is_refused_ends_the_benchmark() -> None:
         await play(3, ("ours", "theirs"), one, ended)
 
 
-def test_options_below_one_are_named() -> None:
-    at_least_one(rounds=None, counts=(1, 2))
-    with pytest.raises(ConfigError, match="--rounds must be at least 1, got 0"):
-        at_least_one(rounds=0)
-    with pytest.raises(ConfigError, match="--counts, --rounds and --max-batch must be at least 1"):
-        at_least_one(counts=(), rounds=None, max_batch=1)
+class Sizes(Plan, frozen=True, kw_only=True):
+    counts: tuple[int, ...] = (1, 2)
+    rounds: int = 3
+    longest: int = 512
+    pause_s: float = 4.0
+    vllm: bool = True
+
+    QUICK = {"rounds": 1, "longest": 64, "pause_s": 0.5}
+    BOUNDS = {"longest": (8, 512)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounds": 0}, "--rounds must be at least 1, got 0"),
+        ({"counts": ()}, r"--counts must be at least 1, got \(\)"),
+        ({"counts": (2, 0)}, r"--counts must be at least 1, got \(2, 0\)"),
+        ({"pause_s": 0.5}, "--pause-s must be at least 1, got 0.5"),
+        ({"longest": 513}, "--longest must be 8 to 512, got 513"),
+    ],
+)
+def test_options_out_of_bounds_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Sizes.of(**options)
+
+
+def test_a_quick_plan_takes_no_more_than_its_bounds() -> None:
+    assert Sizes.of(rounds=None, vllm=False) == Sizes(vllm=False)
+    assert Sizes.of(quick=True) == Sizes(rounds=1, longest=64, pause_s=0.5)
+    assert Sizes.of(quick=True, longest=16, rounds=7, counts=(5,)) == Sizes(
+        counts=(5,), rounds=1, longest=16, pause_s=0.5
+    )
+    assert Sizes.of(vllm=False).why_no_vllm == "not asked for"
+
+
+async def test_rounds_that_warm_up_are_checked_and_not_counted() -> None:
+    checked: list[int] = []
+
+    async def one(side: str, number: int) -> int:
+        return number
+
+    assert await play(2, ("ours",), one, lambda number, _: checked.append(number), warm=1) == [{"ours": 0}, {"ours": 1}]
+    assert checked == [-1, 0, 1]
+
+
+@pytest.mark.parametrize(("sign", "met"), [("<=", (True, True, False)), (">=", (False, True, True))])
+def test_an_aim_is_met_at_its_bound(sign: str, met: tuple[bool, ...]) -> None:
+    assert tuple(aim(sign, 2.0, found)["met"] for found in (1.0, 2.0, 3.0)) == met
+    assert aim(sign, 2.0, None) == {"aim": f"{sign} 2.0", "found": None, "met": None}
 
 
 async def test_children_answer_in_order_and_say_what_they_raised(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from sluice.pipeline.errors import ConfigError
 from tests.benches import left_behind, run_bench
 
 
-@pytest.mark.parametrize("options", [{"finished": 0}, {"rounds": 0}])
+@pytest.mark.parametrize("options", [{"sequences": 0}, {"rounds": 0}])
 def test_counts_below_one_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="--"):
-        Plan.of(**{"finished": None, "rounds": None, "quick": True, **options})  # pyright: ignore[reportArgumentType]
+        Plan.of(**{"sequences": None, "rounds": None, "quick": True, **options})  # pyright: ignore[reportArgumentType]
 
 
 def test_an_aim_is_met_at_its_bound_and_missed_beyond_it() -> None:

@@ -7,18 +7,15 @@ import asyncio
 import pytest
 
 from sluice.bench.broker import decode_job, in_flight
-from sluice.bench.queue.measure import SYSTEMS, Plan, race_fields, ratio, result_of
-from sluice.bench.queue.race import Outcome
+from sluice.bench.queue.measure import result_of
+from sluice.bench.queue.race import SYSTEMS, Lap, Outcome, Plan
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.wire.messages import DecodeJob, SequenceResult, decode, encode
 
 
-def test_counts_are_sorted_and_once() -> None:
-    plan = Plan.of(workers=(8, 2, 2, 1), jobs=None, quick=False)
-    assert (plan.workers, plan.jobs, plan.depths) == ((1, 2, 8), 30_000, (1_000, 1_000_000))
-
-
 def test_quick_keeps_what_was_asked_for() -> None:
+    whole = Plan.of(workers=(8, 1), jobs=None, quick=False)
+    assert (whole.workers, whole.jobs, whole.depths) == ((8, 1), 30_000, (1_000, 1_000_000))
     plan = Plan.of(workers=(3,), jobs=70, quick=True)
     assert (plan.workers, plan.jobs, plan.rounds) == ((3,), 70, 1)
     assert max(plan.depths) < 10_000
@@ -30,36 +27,42 @@ def test_what_cannot_be_measured_is_refused(workers: tuple[int, ...], jobs: int 
         Plan.of(workers=workers, jobs=jobs, quick=False)
 
 
+def rounds(**rates: list[float]) -> list[dict[str, Lap]]:
+    return [
+        {name: Lap(rate, 20.0, 10.0) for name, rate in zip(rates, each, strict=True)}
+        for each in zip(*rates.values(), strict=True)
+    ]
+
+
 def outcome() -> Outcome:
-    found = Outcome()
-    found.rates["ours"] = {1: [5000.0, 7000.0, 6000.0], 2: [8000.0, 9000.0, 4000.0]}
-    found.rates["arq"] = {1: [200.0, 210.0, 190.0], 2: [100.0, 300.0, 200.0]}
-    found.rates["arq_best"] = {1: [600.0, 500.0, 700.0], 2: [1000.0, 900.0, 200.0]}
-    found.claims_per_job = {1: 1.0, 2: 1.02}
-    return found
+    one = rounds(ours=[5000.0, 7000.0, 6000.0], arq=[200.0, 210.0, 190.0], arq_best=[600.0, 500.0, 700.0])
+    two = rounds(ours=[8000.0, 9000.0, 4000.0], arq=[100.0, 300.0, 200.0], arq_best=[1000.0, 900.0, 200.0])
+    return Outcome({1: one, 2: two}, {1: {"ours": 90, "arq": 40}}, {1: 1.0, 2: 1.02})
 
 
 def test_a_rate_is_the_median_of_its_rounds_with_their_spread() -> None:
-    fields = race_fields(outcome())
+    fields = outcome().fields()
     assert fields["ours_jobs_s"] == {"1": 6000.0, "2": 8000.0}
     assert fields["spread"]["ours"] == {"1": [5000.0, 7000.0], "2": [4000.0, 9000.0]}
     assert fields["claims_per_job"] == {"1": 1.0, "2": 1.02}
+    assert (fields["ours_worker_us"]["1"], fields["ours_broker_us"]["2"]) == (20.0, 10.0)
+    assert fields["jobs"] == {"ours": {"1": 90}, "arq": {"1": 40}, "arq_best": {}}
 
 
 def test_systems_are_compared_round_by_round_at_two_workers() -> None:
     """The ratio of the medians would be 40 against the defaults: the rounds ran on an ever slower machine."""
-    fields = race_fields(outcome())
+    fields = outcome().fields()
     assert fields["ours_vs_arq"] == 30.0  # of 80, 30, 20
     assert fields["ours_vs_arq_best"] == 10.0  # of 8, 10, 20
 
 
 def test_what_did_not_race_is_null() -> None:
     found = outcome()
-    del found.rates["arq"][2]
-    fields = race_fields(found)
+    found.rounds[2] = rounds(ours=[1.0])
+    fields = found.fields()
     assert fields["saq_jobs_s"] is None
     assert fields["ours_vs_arq"] is None
-    assert ratio({}, "arq") is None
+    assert Outcome().fields()["ours_jobs_s"] is None
     assert {f"{name}_jobs_s" for name in SYSTEMS} <= fields.keys()
 
 

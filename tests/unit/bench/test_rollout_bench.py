@@ -69,11 +69,11 @@ def test_a_rollout_that_is_not_whole_ends_the_bench(change: dict[str, object]) -
         check({**whole, **change})
 
 
-def test_rounds_below_one_are_refused_and_set_both_parts() -> None:
+def test_rounds_below_one_are_refused() -> None:
     with pytest.raises(ConfigError, match="--rounds"):
         Plan.of(rounds=0, vllm=False, quick=True)
     plan = Plan.of(rounds=2, vllm=False, quick=False)
-    assert (plan.sizes.rollout_rounds, plan.sizes.served_rounds, plan.why_no_vllm) == (2, 2, "not asked for")
+    assert (plan.rounds, plan.rollouts, plan.why_no_vllm) == (2, 200, "not asked for")
 
 
 def test_the_model_calls_the_tool_in_each_turn_and_then_answers(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_the_model_calls_the_tool_in_each_turn_and_then_answers(tmp_path: Path) 
     prompts = [shown.prompt(conversation(text, turn)) for turn in range(NUM_TURNS)]
 
     async def decode() -> list[list[int]]:
-        chosen = settings(tmp_path, model, "hf", 4, Plan.of(rounds=1, vllm=False, quick=True).sizes)
+        chosen = settings(tmp_path, model, "hf", 4, Plan.of(rounds=1, vllm=False, quick=True))
         async with direct_engine(chosen) as engine:
             endless = await engine.decode(renderer.prompt(conversation(text, 0)), 600)
             assert not set(endless) & set(renderer.terminators)
