@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
@@ -31,7 +32,6 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.codec import read_json
 
 _CLOSE_S, _NETWORK_S, _MOST_QUEUED = 15.0, 60.0, 10_000
-_TRACKERS = ("tensorboard", "wandb", "trackio")
 
 Step = tuple[int, dict[str, float]]
 
@@ -51,7 +51,7 @@ def read_sent(path: Path) -> Sent:
         raise DataError(f"{error}; delete the file to make the tracker start another run") from error
 
 
-def _to_tensorboard(directory: Path, steps: Iterator[Step]) -> None:
+def _to_tensorboard(_: Config, directory: Path, steps: Iterator[Step]) -> None:
     """Event files in <run_dir>/<run>/tensorboard; the first step purges later events of an earlier process."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -63,27 +63,47 @@ def _to_tensorboard(directory: Path, steps: Iterator[Step]) -> None:
             writer.flush()
 
 
-def _to_run(name: str, config: Config, directory: Path, steps: Iterator[Step]) -> None:
-    """A run of W&B (with WANDB_MODE=offline in <run_dir>/<run>/wandb) or trackio (in TRACKIO_DIR)."""
+def _wandb(tracker: Any, config: Config, directory: Path, run_id: str) -> dict[str, Any]:
+    """With WANDB_MODE=offline the run is in <run_dir>/<run>/wandb."""
+    limits = {"init_timeout": _NETWORK_S, "finish_timeout": _CLOSE_S}
+    settings = tracker.Settings(console="off", silent=True, disable_git=True, **limits)
+    return {"id": run_id, "name": config.run, "dir": str(directory), "settings": settings}
+
+
+def _trackio(_: Any, config: Config, _directory: Path, run_id: str) -> dict[str, Any]:
+    """The run is in TRACKIO_DIR."""
+    return {"name": f"{config.run}-{run_id}"}
+
+
+def _to_run(
+    name: str,
+    options: Callable[..., dict[str, Any]],
+    log: dict[str, Any],
+    config: Config,
+    directory: Path,
+    steps: Iterator[Step],
+) -> None:
+    """A run of a tracker that is opened with `options`, and logs each step with those of `log`."""
     path = directory / "tracking" / f"{name}.json"
-    sent = read_sent(path)
+    sent, tracker = read_sent(path), import_module(name)
     write_atomic(path, msgspec.json.encode(sent))
-    tracker: Any = import_module(name)
-    how: dict[str, Any] = {"project": config.tracking.project, "resume": "allow"}
-    if name == "wandb":
-        how |= {"id": sent.id, "name": config.run, "dir": str(directory)}
-        quiet = {"console": "off", "silent": True, "disable_git": True}
-        how["settings"] = tracker.Settings(**quiet, init_timeout=_NETWORK_S, finish_timeout=_CLOSE_S)
-    else:
-        how["name"] = f"{config.run}-{sent.id}"
-    run = tracker.init(**how)
-    commit = {"commit": True} if name == "wandb" else {}  # otherwise W&B holds a step back until the next one
+    run: Any = tracker.init(
+        project=config.tracking.project, resume="allow", **options(tracker, config, directory, sent.id)
+    )
     for step, record in steps:
         if step > sent.step:
-            run.log(record, step=step, **commit)
+            run.log(record, step=step, **log)
             sent.step = step
             write_atomic(path, msgspec.json.encode(sent))
     run.finish()
+
+
+_TRACKERS: dict[str, Callable[[Config, Path, Iterator[Step]], None]] = {
+    "tensorboard": _to_tensorboard,
+    "wandb": partial(_to_run, "wandb", _wandb, {"commit": True}),  # otherwise it holds a step back until the next one
+    "trackio": partial(_to_run, "trackio", _trackio, {}),
+}
+"""By key of `tracking`, which is also the package's name."""
 
 
 class Trackers:
@@ -115,13 +135,9 @@ class Trackers:
             if steps.qsize() > _MOST_QUEUED:
                 self._give_up(name, f"it is {_MOST_QUEUED} steps behind")
 
-    def _feed(self, name: str, queue: SimpleQueue[Step | None]) -> None:
-        directory, steps = Path(self._config.run_dir) / self._config.run, iter(queue.get, None)
+    def _feed(self, name: str, steps: SimpleQueue[Step | None]) -> None:
         try:
-            if name == "tensorboard":
-                _to_tensorboard(directory, steps)
-            else:
-                _to_run(name, self._config, directory, steps)
+            _TRACKERS[name](self._config, Path(self._config.run_dir) / self._config.run, iter(steps.get, None))
         except Exception as error:  # trackers may raise anything
             self._give_up(name, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
