@@ -242,13 +242,13 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 async def _overhead(plan: Plan, home: Path, brokers: dict[str, Broker]) -> dict[str, Any]:
     load = bench_pipeline.Plan(sequences=plan.per_round, workers=plan.workers, rounds=plan.rounds, max_batch=32)
-    sides, addresses = dict[str, QueuedEngines](), list[str]()
+    sides, addresses, shared = dict[str, QueuedEngines](), list[str](), load.settings()
     async with contextlib.AsyncExitStack() as scope:
         session = await scope.enter_async_context(open_session())
         for name, broker in brokers.items():
             fleet = await scope.enter_async_context(Fleet(name, home))
-            wanted = f"metrics.enabled={str(name == 'with-metrics').lower()}"
-            side = sides[name] = QueuedEngines(load, fleet, broker, wanted)
+            settings = [*shared, f"metrics.enabled={str(name == 'with-metrics').lower()}"]
+            side = sides[name] = QueuedEngines(plan.workers, settings, fleet, broker)
             await side.start()
             if name == "with-metrics":
                 addresses = [facts["metrics"] for facts in await broker.serving(bench_pipeline.RUN)]

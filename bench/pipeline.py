@@ -26,7 +26,7 @@ from sluice.bench.child import Parent
 from sluice.bench.engines import loaded
 from sluice.bench.harness import HOME, median_of, percentile, play, ratios, say
 from sluice.bench.models import demo_model
-from sluice.bench.processes import Fleet, run_settings
+from sluice.bench.processes import START_S, Fleet, run_settings
 from sluice.pipeline.broker.streams import result_reader
 from sluice.pipeline.config import load_config
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
@@ -101,14 +101,17 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     decoded. `result_bytes_per_token`: the part of it due to result entries.
     `latency_*_s`: from the queue's `enqueued_at` to the arrival in the sink, decoding included.
     """
-    shares = [[plan.settings(), worker, plan.workers, plan.model is None] for worker in range(plan.workers)]
+    settings = plan.settings()
     async with (
         own_broker(home / "broker") as broker,
         Fleet("worker", home) as workers,
-        Fleet.of_children("bare", home, serve_bare, *shares) as bare,
+        Fleet("bare", home) as bare,
     ):
-        queued = QueuedEngines(plan, workers, broker)
+        for worker in range(plan.workers):  # they load at the same time as the queue's
+            await bare.start_child(serve_bare, [settings, worker, plan.workers, plan.model is None])
+        queued = QueuedEngines(plan.workers, settings, workers, broker)
         await queued.start()
+        await bare.receive(str, START_S)
         await _warm_up(plan, bare, queued)
         received = result_bytes = 0
 
@@ -264,18 +267,16 @@ class Arrival:
 class QueuedEngines:
     """The broker's queue, W real workers, the result stream, the sink."""
 
-    def __init__(self, plan: Plan, fleet: Fleet, broker: Broker, *more: str) -> None:
-        """`more`: further settings of these workers."""
-        self._plan, self._fleet, self._broker = plan, fleet, broker
-        self._settings = [*plan.settings(), *more]
+    def __init__(self, workers: int, settings: Sequence[str], fleet: Fleet, broker: Broker) -> None:
+        self._workers, self._settings, self._fleet, self._broker = workers, settings, fleet, broker
         self._queue, self._sink = broker.queue(RUN), Sink(broker, fleet)
 
     async def start(self) -> None:
         """Start the workers and wait until each has its engine; they are stopped outside rounds."""
-        for _ in range(self._plan.workers):
+        for _ in range(self._workers):
             await self._fleet.start_role("worker", self._settings, self._broker.url)
         await self._sink.open()
-        await self._broker.until_serving(RUN, self._fleet, self._plan.workers)
+        await self._broker.until_serving(RUN, self._fleet, self._workers)
         self._fleet.pause()
 
     async def round(self, jobs: Sequence[DecodeJob]) -> tuple[Sample, list[Arrival]]:
