@@ -1,4 +1,4 @@
-"""The task on the first rows, before anything starts: its functions import, and they give samples.
+"""The task on the first rows, before anything starts: its functions import, and they give samples; the policy loss too.
 
 No model decodes here. Each row gets made-up answers: its truth as text, a sentence, and none at all. A row passes when
 one of them becomes a sample in the consumer's own code; the task is refused when no row passes. A few rows are tried,
@@ -37,7 +37,7 @@ def look_at_task(config: Config, rows: Sequence[FirstRow]) -> str:
     has_tokenizer = (Path(config.model.path) / "tokenizer.json").is_file()  # if not, the model's check says so
     problems: list[str] = []
     opened: list[Any] = []
-    for load in (open_task if has_tokenizer else _load_task, _load_rewards):
+    for load in (open_task if has_tokenizer else _load_task, _load_rewards, _load_loss):
         try:
             opened.append(load(config))
         except ConfigError as error:
@@ -51,7 +51,7 @@ def look_at_task(config: Config, rows: Sequence[FirstRow]) -> str:
         if not config.preflight.max_s:
             return Note(f"{name}: not tried (preflight.max_s 0)")
         return f"{name}: not tried, there is no usable row"
-    (task, context), _ = opened
+    (task, context), *_ = opened
     sampler = Sampler(task, context, config.consumer, image_token_of(config.model))
     tried, failed = asyncio.run(_failures(sampler, context.codec, config, rows))
     return _verdict(name, tried, failed)
@@ -64,6 +64,13 @@ def _load_task(config: Config) -> Task:
 def _load_rewards(config: Config) -> None:
     for function in reward_functions(config.rollout_matching):
         function.close()
+
+
+def _load_loss(config: Config) -> None:
+    if config.policy.enabled and ":" in config.policy.loss:
+        from sluice.consumers.training.surrogate import load_surrogate  # torch: only a child of this start imports it
+
+        load_surrogate(config.policy)
 
 
 def _verdict(name: str, count: int, failed: Sequence[_Failure]) -> str:

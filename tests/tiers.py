@@ -33,6 +33,7 @@ TIERS = {
             "hosts/",
             "e2e/",
             "contract/test_architectures",
+            "contract/test_policy_loss_trl.py",
             "contract/test_vllm_ends.py",
             "contract/test_vllm_parity.py",
             "contract/test_vllm_start.py",

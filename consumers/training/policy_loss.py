@@ -1,14 +1,18 @@
-"""The decoupled PPO loss: importance ratio against the proximal policy, corrected for the behaviour policy.
+"""The policy loss: a loss per token (surrogate.py), weighted against staleness, and its mean over the batch.
 
-    r  = exp(logp - proximal)                                   trained policy vs. proximal policy
-    pg = max(-A·r, -A·clip(r, 1-ε, 1+ε_hi)); where A < 0: at most -A·c
-    w  = exp(proximal - behaviour)                              without gradient
-    L  = Σ m·pg·w / max(1, Σ m)
+    w = exp(proximal - behaviour)                               without gradient
+    L = Σ m·u·loss·w / N
 
-- Tokens with w > cap or w < floor are left out of the numerator and counted; Σ m in the denominator includes them.
-- Returns sums; the caller divides by Σ m of the whole optimiser batch, so the split into micro-batches has no effect.
-- A token excluded by mask, cap, floor, clip or A = 0 has exactly zero gradient, whatever its values: its ratio is
-  replaced before the exponential, since the gradient of an unused infinity is NaN.
+| aggregation | u of a token                      | N of the optimiser batch, from m alone           |
+|-------------|-----------------------------------|--------------------------------------------------|
+| token       | 1                                 | max(1, Σ m)                                      |
+| sequence    | 1 / Σ m of its sequence           | sequences with a token                           |
+| constant    | 1                                 | sequences with a token × `aggregation_tokens`    |
+
+- Tokens with w > cap or w < floor are left out of the numerator and counted; u and N include them.
+- u and N are fixed before the first micro-batch, so the split into micro-batches and rows has no effect.
+- A token excluded by mask, cap or floor has exactly zero gradient, whatever its values and whatever the surrogate
+  does with them.
 
 In a packed batch (`PolicyTerm`):
 
@@ -17,7 +21,7 @@ In a packed batch (`PolicyTerm`):
 - The caller has filled `proximal_logprobs` at every such token, or cleared its mask. A token marked as not scored
   (`proximal_versions` -1) has w = 1, whatever its value.
 
-Source: Schulman et al., 2017 (clip); Ye et al., 2020 (dual clip); Hilton et al., 2022 (proximal vs. behaviour).
+Source: Hilton et al., 2022 (proximal vs. behaviour); those of the losses are in surrogate.py.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from torch import Tensor
 from sluice.consumers.pack import PackedRows
 from sluice.consumers.training.losses import token_logprobs
 from sluice.consumers.training.proximal import proximal_of
+from sluice.consumers.training.surrogate import PolicyTokens, Surrogate, load_surrogate, losses_of
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.wire.messages import TrainingSample
@@ -43,12 +48,12 @@ _MOST_LOG_RATIO = 20.0  # in metrics only: one outlier must not make a mean infi
 class PolicySums(NamedTuple):
     """Scalars, sums over tokens; only `loss` has a gradient."""
 
-    loss: Tensor  # Σ m·pg·w over the kept tokens
+    loss: Tensor  # Σ m·u·loss·w over the kept tokens
     tokens: Tensor  # Σ m
     kept: Tensor  # tokens inside cap and floor
     importance_weight: Tensor  # Σ m·r
     approx_kl: Tensor  # Σ m·((r - 1) - log r): k3, its mean estimates KL(proximal ‖ trained)
-    clipped: Tensor  # tokens where the clipped branch is the greater one
+    clipped: Tensor  # tokens where the clip applies (surrogate.py)
     dual_clipped: Tensor  # tokens that the dual clip changed
     behaviour_weight: Tensor  # Σ w over the kept tokens
     behaviour_kl: Tensor  # Σ m·(behaviour - proximal): k1, its mean estimates KL(behaviour ‖ proximal)
@@ -57,13 +62,26 @@ class PolicySums(NamedTuple):
 
 
 def policy_loss(
-    logp: Tensor, proximal: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor, options: PolicyConfig
+    logp: Tensor,
+    proximal: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    options: PolicyConfig,
+    *,
+    surrogate: Surrogate | None = None,
+    shares: Tensor | None = None,
+    sequences: Tensor | None = None,
+    num_sequences: int = 1,
 ) -> PolicySums:
     """Sums over the tokens where `mask` is True.
 
     `logp` (with gradient), `proximal`, `behaviour`: log-probabilities in nats of the same tokens; `advantages`;
-    all float, `mask` bool, all of one shape. Computed in float32 or wider; float64 stays float64. The log-ratios
-    of the metrics are clamped to ±20; those of the loss are not.
+    all float, `mask` bool, all of one shape. `surrogate`: None for that of `options.loss`; `shares` float: u, None for
+    1; `sequences` int64: number of each token's sequence below `num_sequences`, None for one sequence.
+
+    Computed in float32 or wider; float64 stays float64. The log-ratios of the metrics are clamped to ±20; those of the
+    loss are not.
     """
     logp = logp.to(torch.promote_types(logp.dtype, torch.float32))
     proximal, behaviour, advantages = (part.detach().to(logp) for part in (proximal, behaviour, advantages))
@@ -72,16 +90,27 @@ def policy_loss(
     floored = mask & ~capped & ~(weight >= options.weight_floor)
     kept = mask & ~capped & ~floored
     weight = weight.where(kept, 0)
-    pg, clipped, dual_clipped = _surrogate(logp - proximal, advantages, kept, options)
+    sampled = logp.detach().where(mask, 0)
+    tokens = PolicyTokens(
+        logp=logp.where(kept, sampled),
+        proximal=proximal.where(mask, 0),
+        behaviour=behaviour.where(mask, 0),
+        advantages=advantages.where(mask, 0),
+        mask=kept,
+        sequences=torch.zeros_like(mask, dtype=torch.int64) if sequences is None else sequences,
+        num_sequences=num_sequences,
+    )
+    losses, clipped, dual_clipped = losses_of(surrogate or load_surrogate(options), tokens, options)
+    weighted = losses.where(kept, 0) * weight
     change = _bounded(logp.detach() - proximal, mask)
     return PolicySums(
-        loss=(pg * weight).sum(),
+        loss=(weighted if shares is None else weighted * shares).sum(),
         tokens=mask.sum(),
         kept=kept.sum(),
         importance_weight=change.exp().where(mask, 0).sum(),
         approx_kl=(change.expm1() - change).sum(),
-        clipped=(mask & clipped).sum(),
-        dual_clipped=(mask & dual_clipped).sum(),
+        clipped=_count(clipped, mask),
+        dual_clipped=_count(dual_clipped, mask),
         behaviour_weight=weight.sum(),
         behaviour_kl=_bounded(behaviour - proximal, mask).sum(),
         capped=capped.sum(),
@@ -89,24 +118,8 @@ def policy_loss(
     )
 
 
-def _surrogate(
-    log_ratio: Tensor, advantages: Tensor, kept: Tensor, options: PolicyConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    """pg per token, 0 where not kept; where the clip and where the dual clip applied."""
-    high = options.clip_eps if options.clip_eps_high is None else options.clip_eps_high
-    with torch.no_grad():
-        ratio = log_ratio.exp()
-        plain = -advantages * ratio
-        limit = -advantages * ratio.clamp(1 - options.clip_eps, 1 + high)
-        clipped = limit > plain
-        dual_clipped = torch.zeros_like(clipped)
-        if options.dual_clip is not None:
-            most = -advantages * options.dual_clip
-            dual_clipped = (advantages < 0) & (torch.maximum(plain, limit) > most)
-            limit = limit.where(~dual_clipped, most)
-        free = kept & ~clipped & ~dual_clipped & (advantages != 0)
-    moving = -advantages * log_ratio.where(free, 0).exp()
-    return torch.where(free, moving, limit.where(kept, 0)), clipped, dual_clipped
+def _count(where: Tensor | None, mask: Tensor) -> Tensor:
+    return mask.new_zeros((), dtype=torch.int64) if where is None else (mask & where).sum()
 
 
 def _bounded(log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -114,13 +127,17 @@ def _bounded(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 class PolicyRows(NamedTuple):
-    """Laid out like the packed rows, all [R, L]: bool, 3 × float32, int32; 0 (versions -1) where the mask is off."""
+    """Laid out like the packed rows, all [R, L]; 0 (versions -1) where the mask is off.
+
+    bool, 3 × float32, int32, int64; `sequences` has the index of the sample.
+    """
 
     mask: np.ndarray
     proximal: np.ndarray
     behaviour: np.ndarray
     advantages: np.ndarray
     versions: np.ndarray
+    sequences: np.ndarray
 
 
 def policy_mask(sample: TrainingSample) -> np.ndarray:
@@ -149,6 +166,7 @@ def policy_rows(samples: Sequence[TrainingSample], packed: PackedRows) -> Policy
         np.zeros(shape, dtype=bool),
         *(np.zeros(shape, dtype=np.float32) for _ in range(3)),
         versions=np.full(shape, -1, dtype=np.int32),
+        sequences=np.zeros(shape, dtype=np.int64),
     )
     for place in packed.places:
         sample = samples[place.sample]
@@ -157,6 +175,7 @@ def policy_rows(samples: Sequence[TrainingSample], packed: PackedRows) -> Policy
             continue
         at = (place.row, slice(place.start, place.start + place.length))
         rows.mask[at] = mask
+        rows.sequences[at] = place.sample
         rows.proximal[at] = np.where(mask, proximal_of(sample)[0], 0)
         rows.behaviour[at] = np.where(mask, np.array(sample.logprobs), 0)
         rows.advantages[at] = np.where(mask, sample.advantage, 0)
@@ -176,32 +195,55 @@ def temperature_rows(samples: Sequence[TrainingSample], packed: PackedRows, devi
 
 
 class PolicyTerm:
-    """Accumulates over micro-batches; the loss is divided by the token count of the whole batch."""
+    """Accumulates over micro-batches; the loss is divided by a number of the whole batch."""
 
-    def __init__(self, samples: Sequence[TrainingSample], options: PolicyConfig, version: int | None) -> None:
+    def __init__(
+        self,
+        samples: Sequence[TrainingSample],
+        options: PolicyConfig,
+        version: int | None,
+        surrogate: Surrogate | None = None,
+    ) -> None:
+        """`version`: of the weights before the step; `surrogate`: None for that of `options.loss`."""
         self._samples, self._options, self._version = samples, options, version
-        self._tokens = sum(int(policy_mask(sample).sum()) for sample in samples)
+        self._surrogate = surrogate or load_surrogate(options)
+        counts = [int(policy_mask(sample).sum()) for sample in samples]
+        self._tokens = sum(counts)
+        self._divisor, self._shares = aggregation(counts, options)
         self._sums = dict.fromkeys(PolicySums._fields, 0.0)
         self._gap_sum = self._gap_max = self._gap_tokens = 0.0
 
     def loss(self, logits: Tensor, packed: PackedRows) -> Tensor:
-        """Σ m·pg·w of these rows / max(1, Σ m of the batch); `logits` float [R, L, V]."""
+        """The part of these rows in the loss of the batch; `logits` float [R, L, V]."""
         rows = policy_rows(self._samples, packed)
         device = logits.device
-        mask, proximal, behaviour, advantages, versions = (torch.from_numpy(part[:, 1:]).to(device) for part in rows)
+        mask, proximal, behaviour, advantages, versions, sequences = (
+            torch.from_numpy(part[:, 1:]).to(device) for part in rows
+        )
         targets = torch.from_numpy(packed.input_ids[:, 1:]).to(device)
         temperatures = temperature_rows(self._samples, packed, device)
         picked = token_logprobs(
             logits[:, :-1][mask], targets[mask], None if temperatures is None else temperatures[:, 1:][mask]
         )
         logp = picked.new_zeros(mask.shape).masked_scatter(mask, picked)
-        sums = policy_loss(logp, proximal, behaviour, advantages, mask, self._options)
+        sums = policy_loss(
+            logp,
+            proximal,
+            behaviour,
+            advantages,
+            mask,
+            self._options,
+            surrogate=self._surrogate,
+            shares=None if self._shares is None else self._shares.to(logp)[sequences],
+            sequences=sequences,
+            num_sequences=len(self._samples),
+        )
         values = torch.stack([value.detach().double() for value in sums]).tolist()
         for name, value in zip(sums._fields, values, strict=True):
             self._sums[name] += value
         if self._version is not None:
             self._compare(logp.detach(), behaviour, mask & (versions == self._version))
-        return sums.loss / max(1, self._tokens)
+        return sums.loss / self._divisor
 
     def _compare(self, logp: Tensor, behaviour: Tensor, on_policy: Tensor) -> None:
         gaps = (logp - behaviour)[on_policy].abs()
@@ -216,7 +258,7 @@ class PolicyTerm:
         members = [sample for sample in self._samples if sample.advantage is not None]
         rewards = [sample.reward for sample in members if sample.reward is not None]
         found = {
-            "policy/loss": sums["loss"] / tokens,
+            "policy/loss": sums["loss"] / self._divisor,
             "policy/importance_weight": sums["importance_weight"] / tokens,
             "policy/approx_kl": sums["approx_kl"] / tokens,
             "policy/clip_ratio": sums["clipped"] / tokens,
@@ -233,3 +275,15 @@ class PolicyTerm:
             found["policy/engine_logprob_gap_mean"] = self._gap_sum / self._gap_tokens
             found["policy/engine_logprob_gap_max"] = self._gap_max
         return found
+
+
+def aggregation(counts: Sequence[int], options: PolicyConfig) -> tuple[int, Tensor | None]:
+    """N, and u by sample, float64 [samples] (None: 1); `counts`: tokens of each sample in the loss."""
+    sequences = sum(count > 0 for count in counts)
+    match options.aggregation:
+        case "token":
+            return max(1, sum(counts)), None
+        case "sequence":
+            return max(1, sequences), torch.tensor([1 / max(1, count) for count in counts], dtype=torch.float64)
+        case "constant":
+            return max(1, sequences) * options.aggregation_tokens, None

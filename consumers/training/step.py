@@ -1,7 +1,7 @@
 """One optimiser step over a list of samples: packed micro-batches, one loss over all of them.
 
-- loss = Σ w·CE / Σ w + Σ geometry / boxes + Σ m·pg·w / max(1, Σ m), with sums over the whole optimiser batch, so
-  the split into micro-batches doesn't change it. A sample may contribute to any of the three terms.
+- loss = Σ w·CE / Σ w + Σ geometry / boxes + the policy loss (policy_loss.py), with sums over the whole optimiser batch,
+  so the split into micro-batches doesn't change it. A sample may contribute to any of the three terms.
 - Needs no broker and no session: benchmarks and tests train with it directly.
 """
 
@@ -20,6 +20,7 @@ from sluice.consumers.training.forward import Proof, TrainerForward, VisionSourc
 from sluice.consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
 from sluice.consumers.training.model import freeze_vision
 from sluice.consumers.training.policy_loss import PolicyTerm, temperature_rows
+from sluice.consumers.training.surrogate import load_surrogate
 from sluice.pipeline.config.types import PolicyConfig, TrainerConfig
 from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.wire.messages import TrainingSample
@@ -39,8 +40,9 @@ class TrainStep:
         policy: PolicyConfig = PolicyConfig(),  # noqa: B008  (frozen)
         images: VisionSource | None = None,
     ) -> None:
-        """`images`: of the samples; None if they have none."""
+        """`images`: of the samples; None if they have none. Raises ConfigError for an unusable `policy.loss`."""
         self.model, self._config, self._policy = model, config, policy
+        self._surrogate = load_surrogate(policy) if policy.enabled else None
         self._forward = TrainerForward(
             model, pad_id=pad_id, row_tokens=row_tokens, micro_batch_tokens=config.micro_batch_tokens, images=images
         )
@@ -74,7 +76,7 @@ class TrainStep:
         boxes = max(1, sum(len(sample.geometry) for sample in samples))
         learning_rate = self._learning_rate(step)
         ce_sum = geometry_sum = 0.0
-        policy = PolicyTerm(samples, self._policy, version) if self._policy.enabled else None
+        policy = PolicyTerm(samples, self._policy, version, self._surrogate) if self._policy.enabled else None
         for packed in self._forward.micro_batches(samples):
             ce, geometry, of_policy = self._losses(packed, samples, policy)
             loss = ce / total + geometry / boxes + of_policy

@@ -21,7 +21,7 @@ import msgspec
 import yaml
 
 from sluice.pipeline.config import rules, suggest
-from sluice.pipeline.config.types import Config
+from sluice.pipeline.config.types import CONVENTIONS, Config
 from sluice.pipeline.errors import ConfigError, as_one
 from sluice.pipeline.wire.codec import MAX_DEPTH, no_plain_value
 
@@ -65,6 +65,7 @@ def load_config(
         _adopt_custom_subtree(tree, origin)
     with _collected(problems):
         _adopt_reward(tree, origin)
+    _adopt_loss(tree)
     for problem, mapping, key in list(suggest.unknown_keys(Config, tree)):
         problems.append(f"{origin}: {problem}")
         mapping.pop(key, None)  # an alias stands in several places
@@ -238,6 +239,20 @@ def _adopt_reward(tree: dict[str, Any], origin: str) -> None:
         )
     policy.setdefault("enabled", True)
     matching.setdefault("task", "reward")
+
+
+def _adopt_loss(tree: dict[str, Any]) -> None:
+    """`policy.loss` sets what belongs to its name; whatever is written out stays."""
+    policy: Any = tree.get("policy")
+    if not isinstance(policy, dict):
+        return
+    policy = cast("dict[str, Any]", policy)
+    name = policy.get("loss")
+    for key, value in CONVENTIONS.get(name, {}).items() if isinstance(name, str) else ():
+        policy.setdefault(key, value)
+    sampling: Any = tree.get("sampling")
+    if policy.get("aggregation") == "constant" and isinstance(sampling, dict) and "max_new_tokens" in sampling:
+        policy.setdefault("aggregation_tokens", sampling["max_new_tokens"])
 
 
 def _readable(message: str) -> str:

@@ -6,7 +6,8 @@ import re
 from ipaddress import IPv6Address
 from math import inf
 
-from sluice.pipeline.config.types import Config, RepeatTerminateConfig
+from sluice.pipeline.config.suggest import did_you_mean
+from sluice.pipeline.config.types import CONVENTIONS, Config, RepeatTerminateConfig
 from sluice.pipeline.errors import ConfigError, as_one
 
 
@@ -220,7 +221,23 @@ def _policy_numbers(config: Config) -> list[tuple[bool, str]]:
     high, dual, floor, cap = policy.clip_eps_high, policy.dual_clip, policy.weight_floor, policy.weight_cap
     wait_s, bound = policy.score_wait_s, policy.max_token_staleness
     return [
-        (0 < policy.clip_eps < 1, f"policy.clip_eps {policy.clip_eps} must be between 0 and 1, such as 0.2"),
+        (
+            ":" in policy.loss or policy.loss in CONVENTIONS,
+            f"policy.loss: no loss is called {policy.loss!r}; {did_you_mean(policy.loss, list(CONVENTIONS))} "
+            "(your own is file.py:name or package.module:name)",
+        ),
+        (
+            policy.aggregation_tokens >= 1,
+            f"policy.aggregation_tokens {policy.aggregation_tokens} must be at least 1, as sampling.max_new_tokens is",
+        ),
+        (
+            dual is None or policy.loss != "cispo",
+            f"policy.dual_clip {dual} does nothing with policy.loss cispo, which bounds every ratio; set it to null",
+        ),
+        (
+            0 < policy.clip_eps < 1 or (policy.clip_eps == 1 and policy.loss == "cispo"),
+            f"policy.clip_eps {policy.clip_eps} must be between 0 and 1, such as 0.2 (1 is cispo's: no lower bound)",
+        ),
         (high is None or 0 < high < inf, f"policy.clip_eps_high {high} must be above 0, or null for that of clip_eps"),
         (dual is None or 1 < dual < inf, f"policy.dual_clip {dual} must be above 1, such as 3, or null for none"),
         (0 <= floor < 1, f"policy.weight_floor {floor} must be at least 0 and below 1: a weight of 1 is on-policy"),

@@ -110,10 +110,24 @@ class TrackingConfig(Section, frozen=True, kw_only=True):
     project: str = "sluice"  # for W&B and trackio; the run's name is the configuration's
 
 
+CONVENTIONS: dict[str, dict[str, Any]] = {
+    "decoupled_ppo": {},
+    "grpo": {"aggregation": "sequence"},
+    "dr_grpo": {"advantage": "group_mean", "aggregation": "constant"},
+    "dapo": {"clip_eps_high": 0.28},
+    "gspo": {"aggregation": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
+    "cispo": {"clip_eps": 1.0, "clip_eps_high": 4.0},
+}
+"""What `policy.loss` sets by name, where the configuration doesn't; all else is the default of PolicyConfig."""
+
+
 class PolicyConfig(Section, frozen=True, kw_only=True):
-    """Decoupled PPO on rewards, in addition to the teacher-forced losses; samples with an advantage take part."""
+    """A policy loss on rewards, in addition to the teacher-forced losses; samples with an advantage take part."""
 
     enabled: bool = False  # trains on rewards
+    loss: str = "decoupled_ppo"  # decoupled_ppo | grpo | dr_grpo | dapo | gspo | cispo, or your own: file.py:name
+    aggregation: Literal["token", "sequence", "constant"] = "token"  # mean over tokens; of means; by a constant
+    aggregation_tokens: int = 256  # per sequence, for aggregation constant; left out: sampling.max_new_tokens
     advantage: Literal["group_norm", "group_mean", "reward"] = "group_norm"  # (r - mean) / std; r - mean; r
     ce_weight: float = 0.0  # cross-entropy on the sampled tokens of right answers, added to the policy loss
     clip_eps: float = 0.2  # the ratio is clipped to [1 - clip_eps, 1 + clip_eps_high]

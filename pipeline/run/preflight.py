@@ -130,8 +130,10 @@ def refuse(checks: Sequence[Check]) -> None:
 
 
 def own_functions(config: Config) -> dict[str, Any]:
-    """The user's own functions of the task: key of rollout_matching and its value."""
+    """The user's own functions of the task: key of rollout_matching and its value; and that of policy.loss."""
     found = {name: getattr(config.rollout_matching, name, None) for name in _OWN}
+    if ":" in config.policy.loss:
+        found["loss"] = config.policy.loss
     return {name: value for name, value in found.items() if value}
 
 

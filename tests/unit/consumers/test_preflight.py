@@ -149,3 +149,16 @@ def test_without_a_tokenizer_the_functions_are_imported_alone(tmp_path: Path, ow
     assert "not tried" in look_at_task(settings(tmp_path, f"rollout_matching.match={own}:match"), rows("7"))
     with pytest.raises(ConfigError, match="no_match"):
         look_at_task(settings(tmp_path, f"rollout_matching.match={own}:no_match"), rows("7"))
+
+
+def test_a_loss_of_your_own_is_tried_before_the_start(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "my_losses.py"
+    file.write_text(
+        "def good(tokens, options):\n    return -tokens.advantages * tokens.logp\n\n"
+        "def bad(tokens, options):\n    return tokens.logp.mean()\n"
+    )
+    on = ["policy.enabled=true", "producer.group_size=2"]
+    assert "can be trained" in look_at_task(settings(model, *on, f"policy.loss={file}:good"), rows("7"))
+    with pytest.raises(ConfigError, match=r"policy\.loss: .*one value per token"):
+        look_at_task(settings(model, *on, f"policy.loss={file}:bad"), rows("7"))
+    assert "can be trained" in look_at_task(settings(model, f"policy.loss={file}:bad"), rows("7"))  # no policy loss

@@ -19,6 +19,9 @@ ON = ["policy.enabled=true", "producer.group_size=4", "producer.samples_per_vers
         ("policy.clip_eps=0", "policy.clip_eps 0.0 must be between"),
         ("policy.clip_eps=1", "policy.clip_eps 1.0 must be between"),
         ("policy.clip_eps=.nan", "policy.clip_eps nan"),
+        ("policy.loss=gpso", "no loss is called 'gpso'; did you mean 'gspo'?"),
+        ("policy.loss=cispo policy.dual_clip=3", "policy.dual_clip 3.0 does nothing with policy.loss cispo"),
+        ("policy.aggregation_tokens=0", "policy.aggregation_tokens 0 must be at least 1"),
         ("policy.clip_eps_high=0", "policy.clip_eps_high 0.0 must be above 0, or null"),
         ("policy.dual_clip=1", "policy.dual_clip 1.0 must be above 1"),
         ("policy.weight_floor=1", "policy.weight_floor 1.0 must be at least 0 and below 1"),
@@ -49,6 +52,8 @@ def test_what_cannot_work_is_refused(change: str, words: str) -> None:
         ["policy.dual_clip=3", "policy.clip_eps_high=1.5", "policy.weight_floor=0", "policy.max_token_staleness=0"],
         ["policy.enabled=false", "trainer.checkpoint_every=2", "producer.group_size=1"],
         ["scorer.count=0", "trainer.keep_rollouts=null"],
+        ["policy.loss=cispo"],
+        ["policy.loss=my.losses:fn", "policy.aggregation=constant"],
     ],
 )
 def test_what_can_work_is_not(changes: list[str]) -> None:

@@ -1,0 +1,111 @@
+"""The policy losses beside TRL's published ones, on the same tokens: values and gradients.
+
+`GRPOTrainer._compute_loss` runs as it is; a stand-in gives it the options and the logprobs, so no model is needed.
+Largest difference with TRL 1.16.0 in float64: 1.4e-16 in the loss, 0 in the gradients.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from sluice.consumers.training.policy_loss import aggregation, policy_loss
+from sluice.pipeline.config.types import CONVENTIONS, PolicyConfig
+
+MOST = 1e-14
+LENGTHS = (5, 9, 1, 12, 7, 9)
+TRL: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "dapo": {"loss_type": "dapo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+}
+
+
+def trl_loss(data: dict[str, torch.Tensor], options: PolicyConfig, logp: torch.Tensor, most: int) -> torch.Tensor:
+    high = options.clip_eps if options.clip_eps_high is None else options.clip_eps_high
+    args = SimpleNamespace(delta=options.dual_clip, use_bias_correction_kl=False)
+    stand_in = SimpleNamespace(
+        args=args,
+        model=SimpleNamespace(training=False),
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        importance_sampling_level="token",
+        epsilon_low=options.clip_eps,
+        epsilon_high=high,
+        beta=0.0,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        max_completion_length=most,
+        _metrics={"eval": defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logp, torch.zeros_like(logp), None),
+    )
+    vars(stand_in).update(TRL[options.loss])
+    ids = torch.zeros_like(data["mask"], dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1] + 1,
+        "completion_ids": ids,
+        "completion_mask": data["mask"].long(),
+        "advantages": data["advantages"],
+        "old_per_token_logps": data["proximal"],
+        "importance_sampling_ratio": (data["proximal"] - data["behaviour"]).exp(),
+        "num_items_in_batch": data["mask"].sum(),
+    }
+    return GRPOTrainer._compute_loss(stand_in, None, inputs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "dual_clip"), [(name, clip) for name in TRL for clip in (None, 1.6) if name != "cispo" or clip is None]
+)
+def test_values_and_gradients_are_those_of_trl(name: str, dual_clip: float | None) -> None:
+    drawn = torch.Generator().manual_seed(7)
+    shape, most = (len(LENGTHS), max(LENGTHS)), 16
+
+    def noise(size: float) -> torch.Tensor:
+        return size * torch.randn(shape, generator=drawn, dtype=torch.float64)
+
+    logp = -2 + noise(0.6)
+    spread = 1e-3 if name == "gspo" else 0.7  # around its thresholds
+    proximal = logp + noise(spread)
+    data = {
+        "proximal": proximal,
+        "behaviour": proximal + noise(0.2),
+        "advantages": torch.tensor([1.2, -0.7, 0.4, -1.5, 0.0, 0.9], dtype=torch.float64),
+        "mask": torch.arange(shape[1])[None] < torch.tensor(LENGTHS)[:, None],
+    }
+    options = PolicyConfig(**{**CONVENTIONS[name], "loss": name, "aggregation_tokens": most, "dual_clip": dual_clip})
+    theirs = logp.clone().requires_grad_()
+    wanted = trl_loss(data, options, theirs, most)
+    wanted.backward()
+    divisor, shares = aggregation(LENGTHS, options)
+    owner = torch.arange(len(LENGTHS))[:, None].expand(shape)
+    ours = logp.clone().requires_grad_()
+    sums = policy_loss(
+        ours,
+        data["proximal"],
+        data["behaviour"],
+        data["advantages"][:, None].expand(shape),
+        data["mask"],
+        options,
+        shares=None if shares is None else shares[owner],
+        sequences=owner,
+        num_sequences=len(LENGTHS),
+    )
+    got = sums.loss / divisor
+    got.backward()
+    assert theirs.grad is not None
+    assert ours.grad is not None
+    assert sums.capped == sums.floored == 0
+    assert sums.clipped > 0 or name == "cispo"
+    assert abs(got.item() - wanted.item()) <= MOST
+    assert (ours.grad - theirs.grad).abs().max() <= MOST
