@@ -3,6 +3,8 @@
 - A reward from the agent's side takes precedence over that of a reward function, and both over the task's.
 - With a policy loss, members with a reward also get their advantage within the group, unless the task set one.
   Parts of one index share one advantage: that of the first part that yields a sample.
+- With `policy.zero_variance: filter` a group of equal rewards is dropped: its credit goes back at once, and other
+  prompts take its place in the batch.
 - A sample has the images of its result, whatever the task. Their expanded placeholders are never trained. For a model
   that takes no images, a result with images is dropped.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +25,9 @@ from msgspec.structs import replace
 from sluice.consumers.groups import Group, Place
 from sluice.consumers.rewards import Refused, Reward
 from sluice.consumers.tasks.rollout import rewarded
+from sluice.consumers.tasks.segments import LeftOut
 from sluice.consumers.tasks.task import Task, TaskContext
-from sluice.pipeline.config.types import ConsumerConfig, ModelConfig
+from sluice.pipeline.config.types import ConsumerConfig, ModelConfig, PolicyConfig
 from sluice.pipeline.errors import TaskError
 from sluice.pipeline.telemetry import training_metrics
 from sluice.pipeline.wire.messages import CUT_SHORT, DeadLetter, SequenceResult, TrainingSample
@@ -65,7 +68,20 @@ class Sampler:
             reason = f"another member of group {group.group_id} is missing"
             letters += [letter(sample.seq_id, "incomplete_group", reason) for sample in samples.values()]
             samples = {}
+        if self._is_even(samples.values()):
+            detail = f"the rewards of group {group.group_id} are equal; policy.zero_variance is filter"
+            letters += [letter(sample.seq_id, "zero_variance", detail) for sample in samples.values()]
+            samples = {}
         return self._weighed(samples), letters
+
+    def _is_even(self, samples: Collection[TrainingSample]) -> bool:
+        """Whether a group has nothing to train, and such groups are dropped."""
+        policy = self._context.policy
+        if not policy.enabled or policy.zero_variance == "keep" or len(samples) < 2:
+            return False
+        others = any(sample.advantage is not None or any(sample.weights) for sample in samples)
+        rewards = {sample.reward for sample in samples}
+        return not others and len(rewards) == 1 and None not in rewards
 
     def _weighed(self, samples: dict[Place, TrainingSample]) -> list[TrainingSample]:
         policy = self._context.policy
@@ -76,7 +92,8 @@ class Sampler:
         rewards = {index: reward for index, reward in firsts.items() if reward is not None}
         if not policy.enabled or not rewards:
             return list(samples.values())
-        advantages = dict(zip(rewards, group_advantages(list(rewards.values()), policy.advantage), strict=True))
+        found = group_advantages(list(rewards.values()), policy.advantage, policy.advantage_std)
+        advantages = dict(zip(rewards, found, strict=True))
         return [
             replace(sample, advantage=advantages[index], group_rewards=len(rewards))
             if sample.advantage is None and index in advantages
@@ -124,8 +141,34 @@ class Sampler:
         if reward is not None:
             sample = replace(sample, metrics={**sample.metrics, **reward.metrics})
         if result.images and self._image_token_id is not None:
-            return _with_images(sample, result, self._image_token_id)
+            sample = _with_images(sample, result, self._image_token_id)
+        return _limited(sample, result, self._context.policy)
+
+
+def _limited(sample: TrainingSample, result: SequenceResult, policy: PolicyConfig) -> TrainingSample:
+    """The sample with the policy's rules on length applied: a lower reward if overlong, no mask if cut."""
+    if not policy.enabled:
         return sample
+    mask = np.array(sample.response_mask.expand())
+    if policy.overlong_tokens is not None and sample.reward is not None:
+        less = overlong_penalty(int(mask.sum()), policy.overlong_tokens, policy.overlong_buffer)
+        metrics = {**sample.metrics, "reward/overlong": -less}
+        sample = replace(sample, reward=sample.reward - less, metrics=metrics)
+    if policy.mask_truncated and result.finish_reason == "length":
+        codes = np.where(mask == 1, LeftOut.truncated, LeftOut.no)
+        sample = replace(sample, response_mask=Runs.of((mask * 0).tolist()), left_out=Runs.of(codes.tolist()))
+    return sample
+
+
+def overlong_penalty(length: int, limit: int, buffer: int) -> float:
+    """From 0 at limit - buffer tokens to 1 at `limit` and beyond, linear between (Yu et al., 2025, DAPO).
+
+    >>> [overlong_penalty(length, 10, 4) for length in (6, 7, 10, 11)]
+    [0.0, 0.25, 1.0, 1.0]
+    """
+    if buffer == 0:
+        return float(length > limit)
+    return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
 
 
 def _with_numbers(sample: TrainingSample) -> TrainingSample:
@@ -180,15 +223,22 @@ def letter(seq_id: str, reason: str, detail: str) -> DeadLetter:
     return DeadLetter(seq_id=seq_id, reason=reason, state="dropped", detail=detail[:_DETAIL_CHARS], at=time.time())
 
 
-def group_advantages(rewards: Sequence[float], kind: Literal["group_norm", "group_mean", "reward"]) -> list[float]:
-    """One number per finite reward: (r - mean) / (std + 1e-6), r - mean, or r itself.
+Advantage = Literal["group_norm", "group_mean", "rloo", "reinforce_pp", "reward"]
 
-    Uses the population standard deviation. Equal rewards (such as a group of one) give exactly 0.
+
+def group_advantages(
+    rewards: Sequence[float], kind: Advantage, std: Literal["population", "sample"] = "population"
+) -> list[float]:
+    """One number per finite reward; equal rewards (such as a group of one) give exactly 0, except as the reward itself.
+
+    group_norm: (r - mean) / (std + 1e-6); group_mean: r - mean; rloo: r - mean of the others (Ahmadian et al., 2024);
+    reward, reinforce_pp: r. The trainer normalises the last over its batch (policy_loss.py). `std` divides by n, or by
+    n - 1 (sample).
 
     >>> group_advantages([1.0, 0.0], "group_mean")
     [0.5, -0.5]
     """
-    if kind == "reward" or not rewards:
+    if kind in ("reward", "reinforce_pp") or not rewards:
         return list(rewards)
     if min(rewards) == max(rewards):
         return [0.0] * len(rewards)
@@ -196,5 +246,8 @@ def group_advantages(rewards: Sequence[float], kind: Literal["group_norm", "grou
     centred = [reward - mean for reward in rewards]
     if kind == "group_mean":
         return centred
-    deviation = math.sqrt(math.fsum(value * value for value in centred) / len(centred))
+    if kind == "rloo":
+        return [value * len(rewards) / (len(rewards) - 1) for value in centred]
+    degrees = len(centred) - (std == "sample")
+    deviation = math.sqrt(math.fsum(value * value for value in centred) / degrees)
     return [value / (deviation + _EPS) for value in centred]

@@ -28,6 +28,10 @@ class Reference:
     behaviour_kl: float = 0.0
     capped: int = 0
     floored: int = 0
+    entropy: float = 0.0
+    mismatch: float = 0.0
+    measured: int = 0
+    beyond: int = 0
 
 
 def reference(tokens: Iterable[Token], mask: Iterable[bool], options: PolicyConfig) -> tuple[Reference, np.ndarray]:

@@ -90,7 +90,7 @@ class Groups:
             if sample.index >= 0:
                 return "advantage_of_task"
         group = self._group(stored)
-        if policy.advantage != "reward" and (gap := self._gap(sample, len(group.expected))):
+        if policy.advantage not in ("reward", "reinforce_pp") and (gap := self._gap(sample, len(group.expected))):
             return gap
         found = Compared(sample.advantage, group.expected.get(_place(sample.seq_id, sample.index, group.names)))
         # The trainer may have dropped the first part, and parts may have their own rewards.
@@ -111,7 +111,8 @@ class Groups:
             for seq_id, index, reward in self._members[key]:
                 is_forked |= firsts.setdefault(_place(seq_id, index, names), reward) != reward
             rewards = {place: reward for place, reward in firsts.items() if reward is not None}
-            advantages = group_advantages(list(rewards.values()), self._config.policy.advantage)
+            policy = self._config.policy
+            advantages = group_advantages(list(rewards.values()), policy.advantage, policy.advantage_std)
             self._compared[key] = _Group(dict(zip(rewards, advantages, strict=True)), names, is_forked)
         return self._compared[key]
 
@@ -159,6 +160,7 @@ def _of_the_trainer(
     off |= why[LeftOut.foreign] & usable
     off |= why[LeftOut.missing] & (policy.on_missing_proximal != "mask")
     off |= why[LeftOut.stale] & (policy.on_stale != "mask")
+    off |= why[LeftOut.truncated] & (not policy.mask_truncated)
     unchecked: dict[Unchecked, Mask] = {}
     if config.rollout_matching.target is None:
         off |= why[LeftOut.as_it_came]

@@ -47,3 +47,5 @@ class LeftOut(IntEnum):
     """Over `policy.max_token_staleness`."""
     missing = 4
     """No proximal logprob came, and `policy.on_missing_proximal` is mask."""
+    truncated = 5
+    """The sequence was cut by its token limit, and `policy.mask_truncated` is on."""

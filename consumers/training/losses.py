@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sluice.consumers.pack import IGNORED
 
@@ -50,6 +51,35 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, temperatures: Tensor | Non
     if temperatures is not None:
         logits = logits / temperatures.to(logits).unsqueeze(1)
     return -F.cross_entropy(logits, token_ids, reduction="none")
+
+
+def token_entropies(logits: Tensor, temperatures: Tensor | None = None) -> Tensor:
+    """Entropy in nats of each distribution, float [N], float32 or wider, with gradient.
+
+    `logits` float [N, V]; `temperatures` float [N]. Computed in chunks, and again in the backward pass: neither keeps a
+    float32 copy of all logits.
+    """
+    most = max(1, _SCORED_AT_ONCE // logits.shape[-1])
+    found = [
+        checkpoint(
+            _entropies,
+            logits[start : start + most],
+            None if temperatures is None else temperatures[start : start + most],
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for start in range(0, len(logits), most)
+    ]
+    return torch.cat(found) if found else _at_least_float32(logits.sum(dim=-1))
+
+
+def _entropies(logits: Tensor, temperatures: Tensor | None) -> Tensor:
+    logits = _at_least_float32(logits)
+    if temperatures is not None:
+        logits = logits / temperatures.to(logits).unsqueeze(1)
+    logprobs = logits.log_softmax(dim=-1)
+    # What is excluded has -inf, whose product with its probability 0 would be NaN.
+    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)
 
 
 def row_logprobs(logits: Tensor, token_ids: Tensor, temperatures: Tensor | None = None) -> Tensor:

@@ -11,8 +11,13 @@
 
 - Tokens with w > cap or w < floor are left out of the numerator and counted; u and N include them.
 - u and N are fixed before the first micro-batch, so the split into micro-batches and rows has no effect.
-- A token excluded by mask, cap or floor has exactly zero gradient, whatever its values and whatever the surrogate
-  does with them.
+- `mismatch`, where the trainer's logprob t under the proximal version is known (`measured`: that version is the one in
+  hand, so t = logp without gradient): m = exp(t - proximal), w stays, r = exp(logp - t). truncate multiplies by
+  min(m, C), mask by m where 1/C ≤ m ≤ C, and leaves the others out. At sequence level m is the product over the
+  measured tokens of a sequence, at all of its tokens. Elsewhere m is unmeasured, and 1.
+- `entropy_coef` c: - c·Σ kept entropies / max(1, Σ m), whatever the aggregation.
+- A token excluded by mask, cap, floor or mismatch has exactly zero gradient, whatever its values and whatever the
+  surrogate does with them.
 
 In a packed batch (`PolicyTerm`):
 
@@ -21,7 +26,8 @@ In a packed batch (`PolicyTerm`):
 - The caller has filled `proximal_logprobs` at every such token, or cleared its mask. A token marked as not scored
   (`proximal_versions` -1) has w = 1, whatever its value.
 
-Source: Hilton et al., 2022 (proximal vs. behaviour); those of the losses are in surrogate.py.
+Source: Hilton et al., 2022 (proximal vs. behaviour); Yao et al., 2025 (truncated importance sampling); Hu et al., 2025
+(REINFORCE++); those of the losses are in surrogate.py.
 """
 
 from __future__ import annotations
@@ -32,10 +38,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from sluice.consumers.pack import PackedRows
-from sluice.consumers.training.losses import token_logprobs
+from sluice.consumers.samples import group_advantages
+from sluice.consumers.training.losses import token_entropies, token_logprobs
 from sluice.consumers.training.proximal import proximal_of
 from sluice.consumers.training.surrogate import PolicyTokens, Surrogate, load_surrogate, losses_of
 from sluice.pipeline.config.types import PolicyConfig
@@ -46,7 +54,7 @@ _MOST_LOG_RATIO = 20.0  # in metrics only: one outlier must not make a mean infi
 
 
 class PolicySums(NamedTuple):
-    """Scalars, sums over tokens; only `loss` has a gradient."""
+    """Scalars, sums over tokens; only `loss` and `entropy` have a gradient."""
 
     loss: Tensor  # Σ m·u·loss·w over the kept tokens
     tokens: Tensor  # Σ m
@@ -59,6 +67,10 @@ class PolicySums(NamedTuple):
     behaviour_kl: Tensor  # Σ m·(behaviour - proximal): k1, its mean estimates KL(behaviour ‖ proximal)
     capped: Tensor  # tokens with w > cap
     floored: Tensor  # tokens with w < floor, or w that isn't a number
+    entropy: Tensor  # Σ entropies over the kept tokens; with gradient
+    mismatch: Tensor  # Σ m over the measured tokens inside cap and floor, before it is cut
+    measured: Tensor  # these tokens
+    beyond: Tensor  # tokens that `mismatch` cut or left out
 
 
 def policy_loss(
@@ -71,6 +83,8 @@ def policy_loss(
     *,
     surrogate: Surrogate | None = None,
     shares: Tensor | None = None,
+    measured: Tensor | None = None,
+    entropies: Tensor | None = None,
     sequences: Tensor | None = None,
     num_sequences: int = 1,
 ) -> PolicySums:
@@ -78,7 +92,8 @@ def policy_loss(
 
     `logp` (with gradient), `proximal`, `behaviour`: log-probabilities in nats of the same tokens; `advantages`;
     all float, `mask` bool, all of one shape. `surrogate`: None for that of `options.loss`; `shares` float: u, None for
-    1; `sequences` int64: number of each token's sequence below `num_sequences`, None for one sequence.
+    1; `measured` bool: see above, None for nowhere; `entropies` float, nats, with gradient, None for 0; `sequences`
+    int64: number of each token's sequence below `num_sequences`, None for one sequence.
 
     Computed in float32 or wider; float64 stays float64. The log-ratios of the metrics are clamped to ±20; those of the
     loss are not.
@@ -89,7 +104,24 @@ def policy_loss(
     capped = mask & (weight > options.weight_cap)
     floored = mask & ~capped & ~(weight >= options.weight_floor)
     kept = mask & ~capped & ~floored
+    sequences = torch.zeros_like(mask, dtype=torch.int64) if sequences is None else sequences
+    known = torch.zeros_like(mask) if measured is None or options.mismatch == "none" else kept & measured
+    gap = (logp.detach() - proximal).where(known, 0)
+    behaviour_kl = _bounded(behaviour - proximal, mask).sum()
+    proximal = torch.where(known, logp.detach(), proximal)
+    staleness = weight
     weight = weight.where(kept, 0)
+    beyond = torch.zeros_like(mask)
+    mismatch = gap.exp()
+    if options.mismatch != "none":
+        if options.mismatch_level == "sequence":
+            sums = gap.new_zeros(num_sequences).index_add(0, sequences.flatten(), gap.flatten())
+            mismatch = sums.exp()[sequences]
+        low = 1 / options.mismatch_cap if options.mismatch == "mask" else 0.0
+        beyond = kept & ~((mismatch <= options.mismatch_cap) & (mismatch >= low))
+        if options.mismatch == "mask":
+            kept = kept & ~beyond
+        weight = (weight * mismatch.clamp(max=options.mismatch_cap)).where(kept, 0)
     sampled = logp.detach().where(mask, 0)
     tokens = PolicyTokens(
         logp=logp.where(kept, sampled),
@@ -97,7 +129,7 @@ def policy_loss(
         behaviour=behaviour.where(mask, 0),
         advantages=advantages.where(mask, 0),
         mask=kept,
-        sequences=torch.zeros_like(mask, dtype=torch.int64) if sequences is None else sequences,
+        sequences=sequences,
         num_sequences=num_sequences,
     )
     losses, clipped, dual_clipped = losses_of(surrogate or load_surrogate(options), tokens, options)
@@ -111,10 +143,14 @@ def policy_loss(
         approx_kl=(change.expm1() - change).sum(),
         clipped=_count(clipped, mask),
         dual_clipped=_count(dual_clipped, mask),
-        behaviour_weight=weight.sum(),
-        behaviour_kl=_bounded(behaviour - proximal, mask).sum(),
+        behaviour_weight=staleness.where(kept, 0).sum(),
+        behaviour_kl=behaviour_kl,
         capped=capped.sum(),
         floored=floored.sum(),
+        entropy=logp.new_zeros(()) if entropies is None else entropies.where(kept, 0).sum(),
+        mismatch=mismatch.where(known, 0).sum(),
+        measured=known.sum(),
+        beyond=beyond.sum(),
     )
 
 
@@ -205,7 +241,7 @@ class PolicyTerm:
         surrogate: Surrogate | None = None,
     ) -> None:
         """`version`: of the weights before the step; `surrogate`: None for that of `options.loss`."""
-        self._samples, self._options, self._version = samples, options, version
+        self._samples, self._options, self._version = batch_normalised(samples, options), options, version
         self._surrogate = surrogate or load_surrogate(options)
         counts = [int(policy_mask(sample).sum()) for sample in samples]
         self._tokens = sum(counts)
@@ -222,10 +258,13 @@ class PolicyTerm:
         )
         targets = torch.from_numpy(packed.input_ids[:, 1:]).to(device)
         temperatures = temperature_rows(self._samples, packed, device)
-        picked = token_logprobs(
-            logits[:, :-1][mask], targets[mask], None if temperatures is None else temperatures[:, 1:][mask]
-        )
+        heat = None if temperatures is None else temperatures[:, 1:][mask]
+        of_tokens = logits[:, :-1][mask]
+        picked = token_logprobs(of_tokens, targets[mask], heat)
         logp = picked.new_zeros(mask.shape).masked_scatter(mask, picked)
+        entropies = None
+        if self._options.entropy_coef:
+            entropies = logp.new_zeros(mask.shape).masked_scatter(mask, token_entropies(of_tokens, heat))
         sums = policy_loss(
             logp,
             proximal,
@@ -235,6 +274,8 @@ class PolicyTerm:
             self._options,
             surrogate=self._surrogate,
             shares=None if self._shares is None else self._shares.to(logp)[sequences],
+            measured=None if self._version is None else (versions >= self._version - 1) & (versions >= 0),
+            entropies=entropies,
             sequences=sequences,
             num_sequences=len(self._samples),
         )
@@ -243,7 +284,10 @@ class PolicyTerm:
             self._sums[name] += value
         if self._version is not None:
             self._compare(logp.detach(), behaviour, mask & (versions == self._version))
-        return sums.loss / self._divisor
+        loss = sums.loss / self._divisor
+        if entropies is None:
+            return loss
+        return loss - self._options.entropy_coef * sums.entropy / max(1, self._tokens)
 
     def _compare(self, logp: Tensor, behaviour: Tensor, on_policy: Tensor) -> None:
         gaps = (logp - behaviour)[on_policy].abs()
@@ -271,10 +315,36 @@ class PolicyTerm:
             "policy/reward_mean": math.fsum(rewards) / max(1, len(rewards)),
             "policy/advantage_std": float(np.std([sample.advantage or 0.0 for sample in members])) if members else 0.0,
         }
+        if self._options.entropy_coef:
+            found["policy/entropy"] = sums["entropy"] / kept
+        if self._options.mismatch != "none":
+            found["policy/mismatch_weight"] = sums["mismatch"] / max(1.0, sums["measured"])
+            found["policy/mismatch_tokens"] = sums["beyond"]
+            inside = tokens - sums["capped"] - sums["floored"] if self._tokens else 0.0
+            found["policy/mismatch_unmeasured_tokens"] = inside - sums["measured"]
         if self._gap_tokens:
             found["policy/engine_logprob_gap_mean"] = self._gap_sum / self._gap_tokens
             found["policy/engine_logprob_gap_max"] = self._gap_max
         return found
+
+
+def batch_normalised(samples: Sequence[TrainingSample], options: PolicyConfig) -> Sequence[TrainingSample]:
+    """With `advantage: reinforce_pp`, the samples with (A - mean) / (std + 1e-6) over those in the loss; else the same.
+
+    Each sequence counts once, whatever its length; of one sequence, or equal ones, the advantage is 0.
+    """
+    if options.advantage != "reinforce_pp":
+        return samples
+    taken = {
+        at: float(one.advantage)
+        for at, one in enumerate(samples)
+        if one.advantage is not None and policy_mask(one).any()
+    }
+    normal = group_advantages(list(taken.values()), "group_norm", options.advantage_std)
+    found = list(samples)
+    for at, advantage in zip(taken, normal, strict=True):
+        found[at] = replace(found[at], advantage=advantage)
+    return found
 
 
 def aggregation(counts: Sequence[int], options: PolicyConfig) -> tuple[int, Tensor | None]:

@@ -219,7 +219,7 @@ def policy_warnings(config: Config) -> list[str]:
 def _policy_numbers(config: Config) -> list[tuple[bool, str]]:
     policy = config.policy
     high, dual, floor, cap = policy.clip_eps_high, policy.dual_clip, policy.weight_floor, policy.weight_cap
-    wait_s, bound = policy.score_wait_s, policy.max_token_staleness
+    wait_s, bound, overlong = policy.score_wait_s, policy.max_token_staleness, policy.overlong_tokens
     return [
         (
             ":" in policy.loss or policy.loss in CONVENTIONS,
@@ -229,6 +229,27 @@ def _policy_numbers(config: Config) -> list[tuple[bool, str]]:
         (
             policy.aggregation_tokens >= 1,
             f"policy.aggregation_tokens {policy.aggregation_tokens} must be at least 1, as sampling.max_new_tokens is",
+        ),
+        (
+            0 <= policy.entropy_coef < inf,
+            f"policy.entropy_coef {policy.entropy_coef} must be a finite number of at least 0, 0 for none",
+        ),
+        (
+            1 < policy.mismatch_cap < inf,
+            f"policy.mismatch_cap {policy.mismatch_cap} must be a finite number above 1, such as 2",
+        ),
+        (
+            overlong is None or 0 <= policy.overlong_buffer <= overlong,
+            f"policy.overlong_buffer {policy.overlong_buffer} must be in 0..overlong_tokens ({overlong})",
+        ),
+        (
+            overlong is not None or policy.overlong_buffer == 0,
+            f"policy.overlong_buffer {policy.overlong_buffer} does nothing without policy.overlong_tokens; set both",
+        ),
+        (
+            policy.zero_variance == "keep" or policy.advantage not in ("reward", "reinforce_pp"),
+            f"policy.zero_variance filter with policy.advantage {policy.advantage}: equal rewards have an advantage "
+            "there; set it to keep",
         ),
         (
             dual is None or policy.loss != "cispo",
@@ -260,7 +281,7 @@ def _scorer_counts(config: Config) -> list[tuple[bool, str]]:
 
 def _policy_and_others(config: Config) -> list[tuple[bool, str]]:
     policy, every, size = config.policy, config.trainer.checkpoint_every, config.producer.group_size
-    by_group = policy.advantage.startswith("group_")
+    by_group = policy.advantage not in ("reward", "reinforce_pp")
     processed, sampling = config.worker.logprobs_mode == "processed", config.sampling
     plain = sampling.top_p == 1 and sampling.top_k == 0 and sampling.repetition_penalty == 1
     return [
@@ -278,6 +299,10 @@ def _policy_and_others(config: Config) -> list[tuple[bool, str]]:
             not policy.enabled or every == 1,
             f"trainer.checkpoint_every {every} must be 1 with policy.enabled: the trainer's weights must be a "
             "published version at every step",
+        ),
+        (
+            policy.mismatch == "none" or not config.trainer.dropout,
+            f"policy.mismatch {policy.mismatch} with trainer.dropout: dropout would be measured too; switch one off",
         ),
         (
             not policy.enabled or not by_group or size >= 2,

@@ -128,7 +128,16 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     loss: str = "decoupled_ppo"  # decoupled_ppo | grpo | dr_grpo | dapo | gspo | cispo, or your own: file.py:name
     aggregation: Literal["token", "sequence", "constant"] = "token"  # mean over tokens; of means; by a constant
     aggregation_tokens: int = 256  # per sequence, for aggregation constant; left out: sampling.max_new_tokens
-    advantage: Literal["group_norm", "group_mean", "reward"] = "group_norm"  # (r - mean) / std; r - mean; r
+    advantage: Literal["group_norm", "group_mean", "rloo", "reinforce_pp", "reward"] = "group_norm"  # see policy.md
+    advantage_std: Literal["population", "sample"] = "population"  # divides by n or n - 1, in group_norm, reinforce_pp
+    zero_variance: Literal["keep", "filter"] = "keep"  # groups with equal rewards: train, or drop and take others
+    mask_truncated: bool = False  # sequences cut by their token limit: no token in the loss; their reward counts
+    overlong_tokens: int | None = None  # sampled tokens; the reward falls by 1 over the last overlong_buffer before
+    overlong_buffer: int = 0  # tokens; 0: by 1 at once, beyond overlong_tokens
+    entropy_coef: float = 0.0  # times the mean entropy (nats) of the trained tokens, subtracted from the loss
+    mismatch: Literal["none", "truncate", "mask"] = "none"  # correction of engine versus trainer; see policy.md
+    mismatch_cap: float = 2.0  # C: weights above it are cut; mask: tokens outside [1/C, C] are left out
+    mismatch_level: Literal["token", "sequence"] = "token"  # sequence: the product over its tokens
     ce_weight: float = 0.0  # cross-entropy on the sampled tokens of right answers, added to the policy loss
     clip_eps: float = 0.2  # the ratio is clipped to [1 - clip_eps, 1 + clip_eps_high]
     clip_eps_high: float | None = None  # None: clip_eps

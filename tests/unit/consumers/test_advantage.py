@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sluice.consumers.samples import group_advantages
 
-KINDS = ("group_norm", "group_mean", "reward")
+KINDS = ("group_norm", "group_mean", "rloo", "reinforce_pp", "reward")
 REWARDS = st.lists(st.floats(-1e30, 1e30), max_size=12)
 
 
@@ -24,7 +24,12 @@ def test_against_the_formulas(rewards: list[float]) -> None:
     assert group_advantages(rewards, "group_norm") == pytest.approx(
         (centred / (values.std() + 1e-6)).tolist(), abs=1e-6
     )
-    assert group_advantages(rewards, "reward") == rewards
+    assert group_advantages(rewards, "reward") == group_advantages(rewards, "reinforce_pp") == rewards
+    others = [np.delete(values, at).mean() for at in range(len(values))]
+    assert group_advantages(rewards, "rloo") == pytest.approx((values - others).tolist(), abs=1e-9)
+    assert group_advantages(rewards, "group_norm", "sample") == pytest.approx(
+        (centred / (values.std(ddof=1) + 1e-6)).tolist(), abs=1e-6
+    )
 
 
 @settings(deadline=None)
@@ -38,7 +43,7 @@ def test_always_finite_numbers(rewards: list[float], kind: str) -> None:
 @settings(deadline=None)
 @given(st.floats(-1e30, 1e30), st.integers(1, 9))
 def test_equal_rewards_are_exactly_zero(reward: float, size: int) -> None:
-    for kind in ("group_norm", "group_mean"):
+    for kind in ("group_norm", "group_mean", "rloo"):
         assert group_advantages([reward] * size, kind) == [0.0] * size
 
 

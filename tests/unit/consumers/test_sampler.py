@@ -6,12 +6,15 @@ from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec import structs
 
 from sluice.consumers.groups import Group
 from sluice.consumers.samples import Sampler, image_token_of
 from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.registry import load_task
+from sluice.consumers.tasks.segments import LeftOut
 from sluice.consumers.tasks.task import Matched, Parsed, Task, TaskContext
 from sluice.pipeline.config.types import ConsumerConfig, ModelConfig, PolicyConfig, RolloutMatchingConfig
 from sluice.pipeline.wire.messages import DeadLetter, ImageRef, SequenceResult, TrainingSample
@@ -243,3 +246,59 @@ def test_the_reward_of_the_agents_side_goes_before_the_tasks() -> None:
     plain, _ = sampler().samples_of(group(right, wrong))
     assert [sample.reward for sample in plain] == [0.25, -2.0]
     assert sum(plain[0].response_mask) == len(ids), "the task still says what is right"
+
+
+def by_policy(*members: SequenceResult, **options: object) -> tuple[list[TrainingSample], list[DeadLetter]]:
+    policy = PolicyConfig(enabled=True, **options)  # type: ignore[arg-type]
+    matching = RolloutMatchingConfig(task="reward")
+    context = TaskContext(CONTEXT.codec, matching, policy=policy)
+    return Sampler(load_task(matching), context, ConsumerConfig()).samples_of(group(*members))
+
+
+def rewarded(*rewards: float, **changes: object) -> list[SequenceResult]:
+    size = len(rewards)
+    return [result(at, size, reward=reward, **changes) for at, reward in enumerate(rewards)]
+
+
+def test_groups_of_equal_rewards_are_kept_or_dropped() -> None:
+    even, odd = rewarded(1.0, 1.0), rewarded(1.0, 0.0)
+    for options, members, kept in (
+        ({}, even, 2),
+        ({"zero_variance": "filter"}, even, 0),
+        ({"zero_variance": "filter"}, odd, 2),
+        ({"zero_variance": "filter"}, rewarded(1.0), 1),  # nothing to compare
+    ):
+        samples, letters = by_policy(*members, **options)
+        assert len(samples) == kept
+        assert [one.reason for one in letters] == ["zero_variance"] * (len(members) - kept)
+
+
+def test_a_group_that_trains_otherwise_is_not_dropped() -> None:
+    policy = PolicyConfig(enabled=True, zero_variance="filter", ce_weight=0.5)
+    context = TaskContext(CONTEXT.codec, RolloutMatchingConfig(task="exact_answer"), policy=policy)
+    right = [structs.replace(one, truth=None) for one in rewarded(1.0, 1.0)]  # both are right: cross-entropy
+    samples, letters = Sampler(TASK, context, ConsumerConfig()).samples_of(group(*right))
+    assert (len(samples), letters) == (2, [])
+
+
+def test_a_cut_sequence_trains_no_token_and_its_reward_counts() -> None:
+    cut, whole = rewarded(1.0, 0.0)
+    cut = structs.replace(cut, finish_reason="length")
+    plain, _ = by_policy(cut, whole)
+    samples, letters = by_policy(cut, whole, mask_truncated=True)
+    assert letters == []
+    assert [one.advantage for one in samples] == [one.advantage for one in plain]
+    assert samples[1] == plain[1]
+    on = np.array(plain[0].response_mask.expand())
+    assert on.any()
+    assert not any(samples[0].response_mask)
+    assert list(samples[0].left_out) == np.where(on == 1, LeftOut.truncated, LeftOut.no).tolist()
+
+
+def test_the_reward_of_what_is_overlong_falls() -> None:
+    members = rewarded(1.0, 1.0)
+    length = sum(by_policy(*members)[0][0].response_mask)
+    for limit, buffer, wanted in ((length - 1, 0, 0.0), (length, 0, 1.0), (length + 1, 2, 0.5), (length + 2, 2, 1.0)):
+        samples, _ = by_policy(*members, overlong_tokens=limit, overlong_buffer=buffer)
+        assert [one.reward for one in samples] == [wanted] * 2
+        assert [one.metrics["reward/overlong"] for one in samples] == [wanted - 1.0] * 2
