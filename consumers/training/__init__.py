@@ -1,6 +1,6 @@
 """Training: batches become optimiser steps, checkpoints and weight versions, each sample exactly once.
 
-    batches ──▶ session ──▶ trainer (built in) ──▶ step ──▶ forward, losses, policy_loss
+    batches ──▶ session ──▶ trainer (built in) ──▶ step ──▶ forward, losses, policy_loss ─▶ surrogate; optimizer
                   │   ▲         └── proximal: the proximal logprob of each sampled token
                   │   └────▶ session_thread ──▶ handoff (`Rollouts`: your own training loop)
                   └──▶ step_log, trackers · checkpoint · weight versions

@@ -20,19 +20,20 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from sluice.consumers.training.model import HANDOFF_FILE, read_model, write_model
+from sluice.consumers.training.optimizer import optimizer_name
 from sluice.pipeline.config.types import ModelConfig
-from sluice.pipeline.errors import DataError, MessageError, ModelError
+from sluice.pipeline.errors import ConfigError, DataError, MessageError, ModelError
 from sluice.pipeline.files import fsync_directory, fsync_tree, remove_unfinished, write_atomic
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.weights.versions import MANIFEST, newest_number, read_manifest
@@ -42,6 +43,7 @@ from sluice.pipeline.wire.messages import DeadLetter
 _STATE = Path("trainer/state.json")
 _OPTIMIZER = Path("trainer/optimizer.safetensors")
 _DIGESTS = Path("trainer/digests.json")
+_NAME = "optimizer"
 _RECENT_IDS = 8192
 _TOTALLED = ("rollout/repeat_terminate_triggered_sequences", "rollout/repeat_terminate_tokens_saved")
 
@@ -98,7 +100,7 @@ def save(
     aside = root / f".{target.name}.{secrets.token_hex(8)}.tmp"  # pids repeat across containers
     (aside / "trainer").mkdir(parents=True)
     write_model(model, source, aside)
-    save_file(_optimizer_tensors(optimizer), str(aside / _OPTIMIZER))
+    save_file(_optimizer_tensors(optimizer), str(aside / _OPTIMIZER), {_NAME: optimizer_name(optimizer)})
     write_atomic(aside / _STATE, msgspec.json.encode(state))
     write_atomic(aside / _DIGESTS, msgspec.json.encode(_digests(aside)))
     fsync_tree(aside / "trainer")
@@ -166,11 +168,19 @@ def _digests(directory: Path) -> dict[str, str]:
 def load(
     directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: ModelConfig | None = None
 ) -> TrainerState:
-    """Fill model, optimiser and random state; raises ModelError for a damaged checkpoint.
+    """Fill model, optimiser and random state.
 
-    `config`: how the model is loaded; None for the defaults.
+    `config`: how the model is loaded; None for the defaults. Raises ModelError for a damaged checkpoint, ConfigError
+    for that of another optimiser.
     """
     try:
+        saved_by = _saved_by(directory / _OPTIMIZER)
+        if saved_by != optimizer_name(optimizer):
+            raise ConfigError(
+                f"{directory}: trained with trainer.optimizer {saved_by}, and {optimizer_name(optimizer)} can't "
+                f"continue from its state; set it to {saved_by}, or start a run of another name from this directory "
+                "(--set run=NAME --model DIRECTORY)"
+            )
         state = read_json((directory / _STATE).read_bytes(), TrainerState, _STATE.name)
         model.load_state_dict(read_model(directory, config or ModelConfig()).state_dict())
         _fill_optimizer(optimizer, load_file(str(directory / _OPTIMIZER)))
@@ -179,6 +189,12 @@ def load(
             f"{directory}: damaged checkpoint ({error}); delete it to continue from the previous one"
         ) from error
     return state
+
+
+def _saved_by(file: Path) -> str:
+    """The optimiser's name; older releases had one, and didn't write it."""
+    with safe_open(str(file), framework="pt") as tensors:
+        return (tensors.metadata() or {}).get(_NAME, "adamw")
 
 
 def prune(root: Path, keep: int) -> None:
@@ -197,9 +213,18 @@ def _all(root: Path) -> list[Path]:
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     tensors = {"rng": torch.get_rng_state()}
     for index, entries in optimizer.state_dict()["state"].items():
-        for name, value in entries.items():
+        for name, value in _flat(entries):
             tensors[f"{index}.{name}"] = value.detach().clone()
     return tensors
+
+
+def _flat(entries: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """bitsandbytes counts steps in an int, and has a dict of tensors."""
+    for name, value in entries.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}/{inner}", tensor) for inner, tensor in value.items())
+        else:
+            yield name, torch.tensor(value) if isinstance(value, int) else value
 
 
 def _fill_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
@@ -207,7 +232,10 @@ def _fill_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.T
     state: dict[int, dict[str, Any]] = {}
     for key, value in tensors.items():
         index, _, name = key.partition(".")
-        state.setdefault(int(index), {})[name] = value
+        outer, _, inner = name.rpartition("/")
+        entries = state.setdefault(int(index), {})
+        is_count = value.ndim == 0 and value.dtype == torch.int64
+        (entries.setdefault(outer, {}) if outer else entries)[inner] = int(value) if is_count else value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

@@ -19,6 +19,7 @@ from sluice.consumers.training.distributed import whole
 from sluice.consumers.training.forward import Proof, TrainerForward, VisionSource
 from sluice.consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
 from sluice.consumers.training.model import freeze_vision
+from sluice.consumers.training.optimizer import learning_rate, make_optimizer
 from sluice.consumers.training.policy_loss import PolicyTerm, temperature_rows
 from sluice.consumers.training.surrogate import load_surrogate
 from sluice.pipeline.config.types import PolicyConfig, TrainerConfig
@@ -49,13 +50,7 @@ class TrainStep:
         if config.freeze_vision:
             freeze_vision(model)
         self._coord_ids = torch.tensor(list(coord_ids), dtype=torch.long, device=model.device)
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=config.learning_rate,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(model, config)
 
     @property
     def features(self) -> ImageFeatures | None:
@@ -74,7 +69,7 @@ class TrainStep:
         """
         total = max(sum(sum(sample.weights) for sample in samples), 1e-8)
         boxes = max(1, sum(len(sample.geometry) for sample in samples))
-        learning_rate = self._learning_rate(step)
+        rate = self._learning_rate(step)
         ce_sum = geometry_sum = 0.0
         policy = PolicyTerm(samples, self._policy, version, self._surrogate) if self._policy.enabled else None
         for packed in self._forward.micro_batches(samples):
@@ -87,7 +82,7 @@ class TrainStep:
         record = {
             "train/loss": ce_sum / total,
             "train/geometry_loss": geometry_sum / boxes,
-            "train/learning_rate": learning_rate,
+            "train/learning_rate": rate,
             "train/tokens": float(sum(len(sample.token_ids) for sample in samples)),
         }
         return record | self._update() | ({} if policy is None else policy.record())
@@ -123,7 +118,7 @@ class TrainStep:
         return {"train/grad_norm": norm if finite else 0.0, "train/skipped_updates": float(not finite)}
 
     def _learning_rate(self, step: int) -> float:
-        rate = self._config.learning_rate * min(1.0, step / max(1, self._config.warmup_steps))
+        rate = learning_rate(self._config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate

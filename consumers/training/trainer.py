@@ -293,6 +293,10 @@ async def _train(config: Config, shard: Shard | None) -> None:
             policy=config.policy,
             images=images,
         )
+        if shard is not None and config.trainer.optimizer != "adamw":
+            raise ConfigError(
+                f"trainer.optimizer {config.trainer.optimizer} isn't supported with FSDP; set it to adamw"
+            )
         if shard is not None:
             await asyncio.to_thread(shard, step.model, step.optimizer)
         role.status.waiting(WaitKind.FORWARD_PROOF)

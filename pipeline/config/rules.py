@@ -14,7 +14,7 @@ from sluice.pipeline.errors import ConfigError, as_one
 def check(config: Config, origin: str) -> None:
     """Raise ConfigError with every rule that does not hold."""
     alone = (
-        _identity, _numbers, _images, _policy_numbers, _scorer_counts, _rewards, _rollouts,
+        _identity, _numbers, _schedule, _images, _policy_numbers, _scorer_counts, _rewards, _rollouts,
         _what_a_rollout_server_takes, _history_and_servers,
     )  # fmt: skip
     found = [complaint for checks in alone for holds, complaint in checks(config) if not holds]
@@ -92,6 +92,35 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
         value = getattr(config.worker, key)
         found.append((value >= 0, f"worker.{key} must be >= 0, got {value}"))
     return found
+
+
+def _schedule(config: Config) -> list[tuple[bool, str]]:
+    trainer = config.trainer
+    steps, versions, key = trainer.schedule_steps, trainer.max_versions, f"trainer.schedule {trainer.schedule}"
+    last = versions * trainer.checkpoint_every if steps is None and versions is not None else steps
+    moves = trainer.schedule != "constant"
+    return [
+        (trainer.warmup_steps >= 0, f"trainer.warmup_steps must be >= 0, got {trainer.warmup_steps}"),
+        (
+            0 <= trainer.min_learning_rate <= trainer.learning_rate,
+            f"trainer.min_learning_rate {trainer.min_learning_rate} must be in 0..trainer.learning_rate "
+            f"({trainer.learning_rate})",
+        ),
+        (
+            not moves or last is not None,
+            f"{key} needs to know when it ends: set trainer.schedule_steps (optimiser steps) or trainer.max_versions",
+        ),
+        (
+            not moves or last is None or last > trainer.warmup_steps,
+            f"{key} ends at step {last}, within the {trainer.warmup_steps} steps of trainer.warmup_steps; raise "
+            "trainer.schedule_steps",
+        ),
+        (
+            moves or (steps is None and trainer.min_learning_rate == 0),
+            "trainer.schedule_steps and trainer.min_learning_rate do nothing with trainer.schedule constant; set it to "
+            "cosine or linear",
+        ),
+    ]
 
 
 def _images(config: Config) -> list[tuple[bool, str]]:

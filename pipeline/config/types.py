@@ -330,9 +330,13 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """The optimiser and its schedule; losses: teacher-forced here, policy in PolicyConfig."""
 
     external: bool = False  # your own training loop takes the batches; `up` and `run` start no trainer
-    learning_rate: float = 1e-4  # AdamW's, after the warm-up
+    optimizer: Literal["adamw", "muon", "adamw_8bit"] = "adamw"  # muon: AdamW for all but the layers' matrices
+    learning_rate: float = 1e-4  # after the warm-up
     warmup_steps: int = 0  # optimiser steps
-    weight_decay: float = 0.0  # of AdamW
+    schedule: Literal["constant", "cosine", "linear"] = "constant"  # after the warm-up
+    schedule_steps: int | None = None  # optimiser steps until the floor, warm-up included; None: until max_versions
+    min_learning_rate: float = 0.0  # the floor of the schedule
+    weight_decay: float = 0.0  # decoupled from the gradient
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     freeze_vision: bool = True  # no gradient for the vision tower and its projector; false: all is trained
