@@ -318,7 +318,8 @@ class PolicyTerm:
         if self._options.entropy_coef:
             found["policy/entropy"] = sums["entropy"] / kept
         if self._options.mismatch != "none":
-            found["policy/mismatch_weight"] = sums["mismatch"] / max(1.0, sums["measured"])
+            if sums["measured"]:
+                found["policy/mismatch_weight"] = sums["mismatch"] / sums["measured"]
             found["policy/mismatch_tokens"] = sums["beyond"]
             inside = tokens - sums["capped"] - sums["floored"] if self._tokens else 0.0
             found["policy/mismatch_unmeasured_tokens"] = inside - sums["measured"]

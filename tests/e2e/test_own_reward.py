@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from sluice.consumers.history.files import history_directory
 from sluice.consumers.history.reader import HistoryReader
 from sluice.consumers.history.records import SequenceFilter
@@ -71,6 +73,44 @@ def test_a_run_learns_from_ones_own_function_and_its_failures_cost_their_own_seq
     assert sorted(lost) == ["reward_failed"] * 4 + ["reward_timeout"] * 4
     trained = [row for row in found if row.state == "handed_on"]
     assert all(row.reward is not None and abs(row.reward - sum(row.reward_parts.values())) < 1e-6 for row in trained)
+    stack.assert_streams_empty()
+    wait_gone(stack.mark)
+
+
+def test_a_loss_of_ones_own_trains_the_groups_that_differ(make_stack: MakeStack) -> None:
+    """Every second prompt has one reward for all its answers: those are dropped, and the others fill the batches."""
+    stack = make_stack(rows(16))
+    (stack.directory / "own.py").write_text(
+        "def score(text, truth, row): return 1.0 if row['id'] % 2 else float(len(set(text)))"
+    )
+    settings = {
+        "policy.loss": f"{ROOT}/examples/own_loss.py:spo",
+        "policy.aggregation": "sequence",
+        "policy.advantage": "rloo",
+        "policy.zero_variance": "filter",
+        "policy.entropy_coef": 0.001,
+        "policy.mismatch": "truncate",
+        "trainer.optimizer": "muon",
+        "trainer.schedule": "cosine",
+        "trainer.schedule_steps": 30,
+    }
+    run = run_command(stack, f"{stack.directory}/own.py:score", *[f"{key}={value}" for key, value in settings.items()])
+    assert run.wait(SLOW_S) == 0, run.tail()
+    reader = HistoryReader(history_directory(stack.config))
+    found = reader.sequences(SequenceFilter(), limit=100).rows
+    reader.close()
+    lost = [row.reason for row in found if row.state == "dropped"]
+    trained = [row for row in found if row.state == "handed_on"]
+    assert lost == ["zero_variance"] * len(lost)
+    assert (len(lost) >= 32, len(lost) + len(trained)) == (True, 64)
+    steps = read_steps(stack.run_dir / "metrics.jsonl")
+    assert f"complete: enqueued 64, trained {len(trained)}, dead 0, dropped {len(lost)}" in run.text()
+    assert len(steps) == -(-len(trained) // 8)
+    assert all(step["policy/advantage_std"] > 0 for step in steps), "no step without a gradient"
+    assert all((step["policy/entropy"] > 0) == (step["policy/tokens"] > 0) for step in steps)
+    measured = [step["policy/mismatch_weight"] for step in steps if "policy/mismatch_weight" in step]
+    assert measured
+    assert measured == pytest.approx([1.0] * len(measured), abs=1e-3), "both compute in float32"
     stack.assert_streams_empty()
     wait_gone(stack.mark)
 

@@ -12,7 +12,7 @@ import pytest
 from sluice.consumers.audit.audit import audit_run
 from sluice.consumers.audit.report import Report
 from sluice.consumers.tasks.segments import LeftOut
-from sluice.pipeline.config.types import Config, ModelConfig
+from sluice.pipeline.config.types import Config, ModelConfig, PolicyConfig
 from tests.unit.consumers.audit.stored_run import MARKED, PROMPT, TOKENS, change, write_rollouts, write_weights
 
 Arrays = dict[str, list[Any]]
@@ -132,6 +132,17 @@ def test_a_token_that_the_trainer_masked_is_audited(run: Path) -> None:
     assert (look(run).right, look(run).wrong) == (TOKENS - MARKED, 0)
     change(run, "one", add("logprobs", 1, 0.1))
     assert look(run).wrong == 1
+
+
+def test_a_cut_sequence_without_mask_is_right_where_the_run_masks_them(run: Path) -> None:
+    def mask(arrays: Arrays) -> None:
+        arrays["left_out"] = [LeftOut.truncated if version >= 0 else LeftOut.no for version in arrays["versions"]]
+        arrays["response_mask"] = [0] * len(arrays["response_mask"])
+
+    change(run, "one", mask)
+    masking = Config(model=ModelConfig(device="cpu"), policy=PolicyConfig(mask_truncated=True))
+    assert audit_run(run, masking, tolerance=1e-4).wrong == 0
+    assert look(run).wrong > 0
 
 
 def test_a_score_that_was_never_made_is_marked(run: Path) -> None:
