@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -88,13 +89,12 @@ def make_optimizer(model: Any, config: TrainerConfig) -> torch.optim.Optimizer:
 def _adamw_8bit() -> Any:
     """Moments of 8 bits in blocks of their own scale (Dettmers et al., 2022); small tensors keep float32."""
     try:
-        from bitsandbytes.optim import AdamW8bit
+        return import_module("bitsandbytes.optim").AdamW8bit
     except ImportError as error:
         raise ConfigError(
             f"trainer.optimizer adamw_8bit needs bitsandbytes, which can't be imported ({error}); `pip install "
             "bitsandbytes`, or set it to adamw"
         ) from error
-    return AdamW8bit
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:

@@ -274,7 +274,7 @@ class PolicyTerm:
             self._options,
             surrogate=self._surrogate,
             shares=None if self._shares is None else self._shares.to(logp)[sequences],
-            measured=None if self._version is None else (versions >= self._version - 1) & (versions >= 0),
+            measured=None if self._version is None else _is_scored_by(self._version, versions),
             entropies=entropies,
             sequences=sequences,
             num_sequences=len(self._samples),
@@ -346,6 +346,11 @@ def batch_normalised(samples: Sequence[TrainingSample], options: PolicyConfig) -
     for at, advantage in zip(taken, normal, strict=True):
         found[at] = replace(found[at], advantage=advantage)
     return found
+
+
+def _is_scored_by(version: int, versions: Tensor) -> Tensor:
+    """Whether a token's proximal version (its own, if it is the trainer's; else the next) is the trainer's."""
+    return (versions >= 0) & (versions <= version) & (version - versions <= 1)
 
 
 def aggregation(counts: Sequence[int], options: PolicyConfig) -> tuple[int, Tensor | None]:

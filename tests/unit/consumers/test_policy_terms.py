@@ -235,6 +235,17 @@ def test_decoding_in_bf16_is_corrected_as_the_formula_says(
     assert_close(got, wanted)
 
 
+@pytest.mark.parametrize(
+    ("version", "measured"), [(VERSION, 10), (VERSION + 1, 10), (VERSION + 2, 0), (VERSION - 1, 0)]
+)
+def test_what_is_measured_is_what_the_weights_in_hand_can_score(source: Path, version: int, measured: int) -> None:
+    step = trainer(source, PolicyConfig(enabled=True, mismatch="truncate"))
+    sample = told("s", 12, 1.0, [-5.0] * 11)
+    record = step.run([sample], 1, version=version)
+    assert record["policy/mismatch_unmeasured_tokens"] == 10 - measured
+    assert ("policy/mismatch_weight" in record) == (measured > 0)
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(*[st.floats(-20, 0)] * 3, st.booleans(), st.booleans()), min_size=1, max_size=12),
