@@ -17,6 +17,9 @@ Batches for your own training loop use a fourth layout, proved in the same way (
 
 | padded  | one sample each         | an attention mask of 1 and 0                                 |
 
+The head runs in pieces, where a loss reads logits (row_logits.py), unless the model is sharded, or its logits turn out
+to differ.
+
 The proof: a probe row with samples shorter and longer than the model's window, and with one and two images if the model
 takes them, compared to plain passes of each sample alone, a token at a time (pipeline/weights/agreement.py). It runs on
 the model, device and kernels used for training.
@@ -51,6 +54,7 @@ from sluice.consumers.samples import blind
 from sluice.consumers.training.images import token_type_names
 from sluice.consumers.training.losses import row_logprobs
 from sluice.consumers.training.model import random_rates
+from sluice.consumers.training.row_logits import Head, RowLogits
 from sluice.pipeline.errors import ModelError, RequestError
 from sluice.pipeline.images.features import ImageFeatures, placed
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
@@ -123,6 +127,7 @@ class TrainerForward:
         self._pad_id, self._row_tokens, self._micro_batch_tokens = pad_id, row_tokens, micro_batch_tokens
         self._images = images
         self._proof: Proof | None = None
+        self._head: Head | None = None  # None: the logits of all positions are made at once
         self._probe_inputs: dict[str, VisionInputs] = {}  # by seq_id
         self.features = None if images is None else ImageFeatures(model, torch, max_bytes=images.feature_bytes)
         self._reuses_features = False
@@ -171,8 +176,8 @@ class TrainerForward:
             return None
         return self._probe_inputs.get(sample.seq_id) or self._images.inputs(sample)
 
-    def logits(self, packed: PackedRows) -> Tensor:
-        """Logits of every position, [R, L, V]."""
+    def logits(self, packed: PackedRows) -> RowLogits:
+        """Logits of every position."""
         return self._logits(packed, self.proof.layout)
 
     def prove(self, layouts: Sequence[Layout] = _OF_TRAINER) -> Proof:
@@ -184,6 +189,7 @@ class TrainerForward:
         samples = _probe(self._row_tokens, window, most, int(config.vocab_size))
         samples += [one for one in self._probe_with_images() if len(one.token_ids) <= context]
         try:
+            self._head = self._found_head(samples[0])
             plain = [self._scored(self._collate([one], [[0]]), Layout.single, plain=True) for one in samples]
             agreement = Agreement.of(
                 self._noise(samples, plain),
@@ -191,7 +197,13 @@ class TrainerForward:
                 epsilon=self._epsilon(samples),
                 config=config,
             )
-            proof = self._first_right(layouts, samples, plain, agreement, window)
+            try:
+                proof = self._first_right(layouts, samples, plain, agreement, window)
+            except ModelError:
+                if self._head is None:
+                    raise
+                self._head = None
+                proof = self._first_right(layouts, samples, plain, agreement, window)
             self._try_features(proof.layout, samples, plain, agreement, window)
             return proof
         except _DEVICE as error:
@@ -205,6 +217,11 @@ class TrainerForward:
                 f"{type(self.model).__name__} cannot do a plain forward pass ({type(error).__name__}: {error}), so it "
                 "cannot be trained: set model.attn_implementation to eager, or use another model"
             ) from error
+
+    @torch.no_grad()
+    def _found_head(self, sample: TrainingSample) -> Head | None:
+        rows = self._collate([sample], [[0]])
+        return Head.of(self.model, lambda: self._forward(rows, Layout.single, plain=True))
 
     def _probe_with_images(self) -> list[TrainingSample]:
         """Samples with one image and with two, if the model takes images. Raises ModelError if they can't be made."""
@@ -354,14 +371,26 @@ class TrainerForward:
         self.model.train(was_training and not plain and not _has_dropout(self.model))
         try:
             ids = torch.from_numpy(packed.input_ids).to(self.model.device)
-            return row_logprobs(self._logits(packed, Layout.single if plain else layout, plain=plain), ids)
+            if plain:
+                return row_logprobs(RowLogits(self._forward(packed, Layout.single, plain=True)), ids)
+            return row_logprobs(self._logits(packed, layout), ids)
         finally:
             self.model.train(was_training)
 
-    def _logits(self, packed: PackedRows, layout: Layout, *, plain: bool = False) -> Tensor:
+    def _logits(self, packed: PackedRows, layout: Layout) -> RowLogits:
+        if self._head is None:
+            return RowLogits(self._forward(packed, layout))
+        with self._head.held_back() as states:
+            self._forward(packed, layout)
+        return RowLogits(states[0], self._head)
+
+    def _forward(self, packed: PackedRows, layout: Layout, *, plain: bool = False) -> Tensor:
+        """The model's own logits, [R, L, V]."""
         device = self.model.device
         ids = torch.from_numpy(packed.input_ids).to(device)
         given: dict[str, Any] = {}
+        if layout is Layout.packed and len(packed.places) == len(packed.input_ids):
+            layout = Layout.single  # positions would cost a mask of L × L
         if layout is Layout.padded:
             given["attention_mask"] = torch.from_numpy(packed.segment_ids >= 0).to(device, torch.int64)
         else:
@@ -428,6 +457,7 @@ class TrainerForward:
     def _log(self, proof: Proof, reasons: Sequence[str]) -> None:
         found = {str(layout): f"{nats:.1e}" for layout, nats in proof.differences.items()}
         facts = {"architecture": type(self.model).__name__, "tolerance": f"{proof.tolerance:.0e}", "nats": found}
+        facts["logits"] = "at once" if self._head is None else "in pieces"
         say = get_logger().warning if reasons else get_logger().info
         why = {"instead_of": "; ".join(reasons)} if reasons else {}
         say("forward pass proved", layout=str(proof.layout), **facts, **why)

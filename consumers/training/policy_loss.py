@@ -43,8 +43,8 @@ from torch import Tensor
 
 from sluice.consumers.pack import PackedRows
 from sluice.consumers.samples import group_advantages
-from sluice.consumers.training.losses import token_entropies, token_logprobs
 from sluice.consumers.training.proximal import proximal_of
+from sluice.consumers.training.row_logits import RowLogits
 from sluice.consumers.training.surrogate import PolicyTokens, Surrogate, load_surrogate, losses_of
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.errors import MessageError
@@ -249,8 +249,8 @@ class PolicyTerm:
         self._sums = dict.fromkeys(PolicySums._fields, 0.0)
         self._gap_sum = self._gap_max = self._gap_tokens = 0.0
 
-    def loss(self, logits: Tensor, packed: PackedRows) -> Tensor:
-        """The part of these rows in the loss of the batch; `logits` float [R, L, V]."""
+    def loss(self, logits: RowLogits, packed: PackedRows) -> Tensor:
+        """The part of these rows in the loss of the batch."""
         rows = policy_rows(self._samples, packed)
         device = logits.device
         mask, proximal, behaviour, advantages, versions, sequences = (
@@ -259,12 +259,9 @@ class PolicyTerm:
         targets = torch.from_numpy(packed.input_ids[:, 1:]).to(device)
         temperatures = temperature_rows(self._samples, packed, device)
         heat = None if temperatures is None else temperatures[:, 1:][mask]
-        of_tokens = logits[:, :-1][mask]
-        picked = token_logprobs(of_tokens, targets[mask], heat)
+        picked, spread = logits.scores(mask, targets[mask], heat, entropies=self._options.entropy_coef != 0)
         logp = picked.new_zeros(mask.shape).masked_scatter(mask, picked)
-        entropies = None
-        if self._options.entropy_coef:
-            entropies = logp.new_zeros(mask.shape).masked_scatter(mask, token_entropies(of_tokens, heat))
+        entropies = None if spread is None else logp.new_zeros(mask.shape).masked_scatter(mask, spread)
         sums = policy_loss(
             logp,
             proximal,

@@ -21,6 +21,7 @@ from sluice.consumers.training.losses import expected_coordinates, geometry_loss
 from sluice.consumers.training.model import freeze_vision
 from sluice.consumers.training.optimizer import learning_rate, make_optimizer
 from sluice.consumers.training.policy_loss import PolicyTerm, temperature_rows
+from sluice.consumers.training.row_logits import RowLogits
 from sluice.consumers.training.surrogate import load_surrogate
 from sluice.pipeline.config.types import PolicyConfig, TrainerConfig
 from sluice.pipeline.images.features import ImageFeatures
@@ -129,10 +130,10 @@ class TrainStep:
         logits = self._forward.logits(packed)
         labels, weights = (torch.from_numpy(part).to(logits.device) for part in (packed.labels, packed.weights))
         ce = weighted_cross_entropy(logits, labels, weights).sum
-        of_policy = logits.new_zeros(()) if policy is None else policy.loss(logits, packed)
+        of_policy = logits.nothing() if policy is None else policy.loss(logits, packed)
         return ce, self._geometry(logits, packed, samples), of_policy
 
-    def _geometry(self, logits: torch.Tensor, packed: PackedRows, samples: Sequence[TrainingSample]) -> torch.Tensor:
+    def _geometry(self, logits: RowLogits, packed: PackedRows, samples: Sequence[TrainingSample]) -> torch.Tensor:
         rows: list[int] = []
         positions: list[list[int]] = []
         boxes: list[tuple[int, ...]] = []
@@ -142,7 +143,7 @@ class TrainStep:
                 positions.append([place.start + position for position in target.positions])
                 boxes.append(target.box)
         if not rows:
-            return logits.new_zeros(())
+            return logits.nothing()
         expected = expected_coordinates(
             logits,
             torch.tensor(rows, device=logits.device),

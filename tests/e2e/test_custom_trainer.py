@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sluice.consumers.training.losses import weighted_cross_entropy
+from sluice.consumers.training.row_logits import RowLogits
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.status.snapshot import Snapshot
 from tests.e2e.fixtures import text_rows
@@ -144,6 +145,6 @@ def our_loss(model: Any, rows: dict[str, list[list[int]]]) -> float:
     total = count = 0.0
     for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True):
         logits, target = model(input_ids=torch.tensor([ids])).logits, torch.tensor([labels])
-        found = weighted_cross_entropy(logits, target, (target != -100).float())
+        found = weighted_cross_entropy(RowLogits(logits), target, (target != -100).float())
         total, count = total + float(found.sum), count + float(found.total)
     return total / count

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sluice.consumers.pack import IGNORED
-from sluice.consumers.training import losses
+from sluice.consumers.training import row_logits
 from sluice.consumers.training.losses import (
     complete_iou,
     expected_coordinates,
@@ -17,6 +17,7 @@ from sluice.consumers.training.losses import (
     row_logprobs,
     weighted_cross_entropy,
 )
+from sluice.consumers.training.row_logits import RowLogits
 
 
 def log_softmax(values: np.ndarray) -> np.ndarray:
@@ -45,22 +46,27 @@ def naive_cross_entropy(logits: np.ndarray, labels: np.ndarray, weights: np.ndar
 @pytest.mark.parametrize(("dtype", "rel"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_cross_entropy(dtype: torch.dtype, rel: float) -> None:
     logits, labels, weights = batch()
-    got = weighted_cross_entropy(torch.tensor(logits, dtype=dtype), torch.tensor(labels), torch.tensor(weights))
+    got = weighted_cross_entropy(
+        RowLogits(torch.tensor(logits, dtype=dtype)), torch.tensor(labels), torch.tensor(weights)
+    )
     assert got.sum.dtype in (torch.float32, torch.float64)
     assert (got.sum.item(), got.total.item()) == pytest.approx(naive_cross_entropy(logits, labels, weights), rel=rel)
 
 
 def test_micro_batches_add_up_to_the_batch() -> None:
     logits, labels, weights = (torch.tensor(part) for part in batch())
-    whole = weighted_cross_entropy(logits, labels, weights)
-    parts = [weighted_cross_entropy(logits[at : at + 1], labels[at : at + 1], weights[at : at + 1]) for at in range(3)]
+    whole = weighted_cross_entropy(RowLogits(logits), labels, weights)
+    parts = [
+        weighted_cross_entropy(RowLogits(logits[at : at + 1]), labels[at : at + 1], weights[at : at + 1])
+        for at in range(3)
+    ]
     assert sum(part.sum.item() for part in parts) == pytest.approx(whole.sum.item())
     assert sum(part.total.item() for part in parts) == pytest.approx(whole.total.item())
 
 
 def test_nothing_supervised_is_zero_with_a_gradient() -> None:
     logits = torch.zeros(1, 3, 5, requires_grad=True)
-    got = weighted_cross_entropy(logits, torch.full((1, 3), IGNORED), torch.zeros(1, 3))
+    got = weighted_cross_entropy(RowLogits(logits), torch.full((1, 3), IGNORED), torch.zeros(1, 3))
     got.sum.backward()
     assert got.sum.item() == got.total.item() == 0
     assert logits.grad is not None
@@ -70,22 +76,22 @@ def test_nothing_supervised_is_zero_with_a_gradient() -> None:
 def test_gradients_only_reach_supervised_positions() -> None:
     logits = torch.randn(1, 4, 5, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([[IGNORED, IGNORED, 3, IGNORED]])
-    weighted_cross_entropy(logits, labels, torch.tensor([[0.0, 0.0, 1.0, 0.0]])).sum.backward()
+    weighted_cross_entropy(RowLogits(logits), labels, torch.tensor([[0.0, 0.0, 1.0, 0.0]])).sum.backward()
     assert logits.grad is not None
     assert (logits.grad.abs().sum(dim=-1) > 0).tolist() == [[False, True, False, False]]
 
 
 @pytest.mark.parametrize(("dtype", "rel"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("at_once", [1, 5 * 11, 1 << 25])
+@pytest.mark.parametrize("at_once", [1, 5 * 11, 1 << 27])
 def test_logprobs_of_rows(dtype: torch.dtype, rel: float, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_SCORED_AT_ONCE", at_once)
+    monkeypatch.setattr(row_logits, "_AT_ONCE", at_once)
     logits, _, _ = batch()
     token_ids = np.random.default_rng(1).integers(0, 11, size=(3, 7))
     wanted = np.zeros((3, 7))
     for row in range(3):
         for at in range(1, 7):
             wanted[row, at] = log_softmax(logits[row, at - 1])[token_ids[row, at]]
-    got = row_logprobs(torch.tensor(logits, dtype=dtype), torch.tensor(token_ids))
+    got = row_logprobs(RowLogits(torch.tensor(logits, dtype=dtype)), torch.tensor(token_ids))
     assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     np.testing.assert_allclose(got.numpy(), wanted, rtol=rel, atol=rel)
 
@@ -101,8 +107,10 @@ def test_expected_coordinates() -> None:
             for row, places in zip(rows, positions, strict=True)
         ]
     )
-    tensors = [torch.tensor(part) for part in (logits, rows, positions, ids)]
-    np.testing.assert_allclose(expected_coordinates(*tensors).numpy(), wanted, rtol=1e-12)
+    tensors = [torch.tensor(part) for part in (rows, positions, ids)]
+    np.testing.assert_allclose(
+        expected_coordinates(RowLogits(torch.tensor(logits)), *tensors).numpy(), wanted, rtol=1e-12
+    )
 
 
 def naive_ciou(a: np.ndarray, b: np.ndarray) -> float:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from sluice.consumers.training import losses
+from sluice.consumers.training import row_logits
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.errors import MessageError
@@ -282,7 +282,7 @@ def test_what_did_better_becomes_likelier(source: Path) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_scores_are_those_of_plain_passes(source: Path, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_SCORED_AT_ONCE", 7 * 263)  # pieces that end inside rows
+    monkeypatch.setattr(row_logits, "_AT_ONCE", 7 * 263)  # pieces that end inside rows
     step = train_step(source, **shape)
     samples = [random_sample(f"s{at}", length) for at, length in enumerate((9, 30, 17, 2, 24, 12))]
     samples = [replace(sample, temperature=1.0 + at % 3) for at, sample in enumerate(samples)]

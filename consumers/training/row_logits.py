@@ -1,0 +1,184 @@
+"""The logits of packed rows, computed in pieces where a loss reads them.
+
+With a large vocabulary the logits are the largest tensor of a step: 8,192 tokens × 151,936 words are 5 GB in float32,
+and a loss needs several such tensors. So the pass over the model ends at the input of its head, and the head runs on a
+piece of the positions that are read at a time. The backward pass runs it again instead of keeping what it made.
+
+    model ─▶ states [R, L, H] ─▶ positions that are read [N, H] ─▶ head, a piece at a time ─▶ logprobs [N]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+_AT_ONCE = 1 << 27  # logits: 512 MiB in float32
+_SAME = 1e-6  # relative; the head of one position against the same head of several
+
+
+@dataclass(frozen=True)
+class Head:
+    """A model's output layer, and what the model's own code does to its output."""
+
+    module: torch.nn.Module
+    after: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, model: Any, run: Callable[[], Tensor]) -> Head | None:
+        """`run`: a pass that returns the logits of all positions. None: the layer can't be run on its own."""
+        module = model.get_output_embeddings()
+        if module is None or any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+            return None  # sharded weights are whole inside the model's own pass alone
+        seen: list[Tensor] = []
+        hook = module.register_forward_hook(lambda _module, _given, output: seen.append(output))
+        try:
+            logits = run()
+        finally:
+            hook.remove()
+        if len(seen) != 1 or seen[0].shape != logits.shape:
+            return None
+        fits = (after for after in _known(model.config.get_text_config()) if _same(after(seen[0]), logits))
+        after = next(fits, None)
+        return None if after is None else cls(module, after)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Logits [..., V] of states [..., H]."""
+        return self.after(self.module(states))
+
+    @contextmanager
+    def held_back(self) -> Iterator[list[Tensor]]:
+        """Within the block the head sees the first column of its input only; the whole input is in the list."""
+        seen: list[Tensor] = []
+
+        def keep(_module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            seen.append(given[0])
+            return (given[0][:, :1], *given[1:])
+
+        hook = self.module.register_forward_pre_hook(keep)
+        try:
+            yield seen
+        finally:
+            hook.remove()
+
+
+@dataclass(frozen=True)
+class RowLogits:
+    """`states` float [R, L, H], the head's input; without a head the logits themselves, [R, L, V]."""
+
+    states: Tensor
+    head: Head | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.states.device
+
+    def nothing(self) -> Tensor:
+        """A scalar 0 for a term without tokens."""
+        return self.states.new_zeros((), dtype=torch.promote_types(self.states.dtype, torch.float32))
+
+    def logprobs(self, on: Tensor, token_ids: Tensor, temperatures: Tensor | None = None) -> Tensor:
+        """log p in nats, float [N], of the tokens that follow the N positions where `on` bool [R, L - 1] is True.
+
+        `token_ids` int64 [N]; `temperatures` float [N] divide the logits. In float32 or wider.
+        """
+        return self.scores(on, token_ids, temperatures, entropies=False)[0]
+
+    def scores(
+        self, on: Tensor, token_ids: Tensor, temperatures: Tensor | None, *, entropies: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """`logprobs`, and the entropy in nats of each distribution, float [N], if asked for."""
+        picked = self.states[:, :-1][on]
+        compute = _logprobs_and_entropies if entropies else _logprobs
+        found: list[Tensor] = []
+        for piece in self._pieces(len(picked)):
+            heat = None if temperatures is None else temperatures[piece]
+            found.append(self._run(compute, picked[piece], token_ids[piece], heat))
+        # Of nothing, but with a gradient: its sum is a term of the loss.
+        both = torch.cat(found, dim=-1) if found else at_least_float32(picked.flatten()[:0].expand(1 + entropies, 0))
+        return (both[0], both[1]) if entropies else (both.reshape(-1), None)
+
+    def logits_of(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+        """Logits of K tokens at N positions, float [N, K] in float32 or wider; rows, positions int64 [N]."""
+        picked = self.states[rows, positions]
+        if not len(picked):
+            return at_least_float32(picked.new_zeros(0, len(token_ids)))
+        return torch.cat([self._run(_chosen, picked[piece], token_ids, None) for piece in self._pieces(len(picked))])
+
+    def _pieces(self, count: int) -> Iterator[slice]:
+        width = self.states.shape[-1] if self.head is None else _width(self.head.module)
+        most = max(1, _AT_ONCE // width)
+        return (slice(start, start + most) for start in range(0, count, most))
+
+    def _run(self, compute: Callable[..., Tensor], picked: Tensor, token_ids: Tensor, heat: Tensor | None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return compute(self.head, picked, token_ids, heat)
+        again = checkpoint(compute, self.head, picked, token_ids, heat, use_reentrant=False, preserve_rng_state=False)
+        return cast(Tensor, again)
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, temperatures: Tensor | None = None) -> Tensor:
+    """log p in nats of `token_ids` int64 [N] under `logits` float [N, V]; float [N], float32 or wider.
+
+    `temperatures` float [N]: divisors of the logits.
+    """
+    logits = at_least_float32(logits)
+    if temperatures is not None:
+        logits = logits / temperatures.to(logits).unsqueeze(1)
+    return -F.cross_entropy(logits, token_ids, reduction="none")
+
+
+def token_entropies(logits: Tensor, temperatures: Tensor | None = None) -> Tensor:
+    """Entropy in nats of each distribution, float [N], float32 or wider, with gradient; `logits` float [N, V]."""
+    logits = at_least_float32(logits)
+    if temperatures is not None:
+        logits = logits / temperatures.to(logits).unsqueeze(1)
+    logprobs = logits.log_softmax(dim=-1)
+    # What is excluded has -inf, whose product with its probability 0 would be NaN.
+    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _logprobs(head: Head | None, picked: Tensor, token_ids: Tensor, heat: Tensor | None) -> Tensor:
+    return token_logprobs(picked if head is None else head(picked), token_ids, heat)
+
+
+def _logprobs_and_entropies(
+    head: Head | None, picked: Tensor, token_ids: Tensor, heat: Tensor | None
+) -> Tensor:
+    """float [2, N]."""
+    logits = picked if head is None else head(picked)
+    return torch.stack([token_logprobs(logits, token_ids, heat), token_entropies(logits, heat)])
+
+
+def _chosen(head: Head | None, picked: Tensor, token_ids: Tensor, _heat: Tensor | None) -> Tensor:
+    return at_least_float32((picked if head is None else head(picked))[:, token_ids])
+
+
+def _known(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+    """What models in transformers do to the head's output, as their configuration names it."""
+    yield lambda logits: logits
+    if cap := getattr(config, "final_logit_softcapping", None):
+        yield lambda logits: torch.tanh(logits / cap) * cap
+    if scale := getattr(config, "logit_scale", None):
+        yield lambda logits: logits * scale
+    if divisor := getattr(config, "logits_scaling", None):
+        yield lambda logits: logits / divisor
+
+
+def _same(found: Tensor, wanted: Tensor) -> bool:
+    return found.shape == wanted.shape and torch.allclose(found.float(), wanted.float(), rtol=_SAME, atol=0)
+
+
+def _width(module: Any) -> int:
+    """Words of the vocabulary; also of a layer that wraps another one, such as an adapter."""
+    return int(getattr(module, "out_features", None) or module.weight.shape[0])

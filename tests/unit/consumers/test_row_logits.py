@@ -1,0 +1,127 @@
+"""The head in pieces against the model's own logits: values, gradients, and how much is made at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sluice.bench.truth.architectures import save
+from sluice.consumers.training import row_logits
+from sluice.consumers.training.losses import expected_coordinates, row_logprobs, weighted_cross_entropy
+from sluice.consumers.training.model import load_policy
+from sluice.consumers.training.row_logits import Head, RowLogits
+from sluice.consumers.training.step import TrainStep
+from sluice.pipeline.config.types import ModelConfig, PolicyConfig, TrainerConfig
+from tests.unit.consumers.test_policy_step import policy_sample, random_sample
+
+CHANGED = {
+    "Qwen3": {},
+    "Gemma2": {"final_logit_softcapping": 3.0},
+    "Cohere2": {},
+    "Granite-hybrid": {"logits_scaling": 4.0},
+}
+
+
+def loaded(name: str, directory: Path) -> Any:
+    return load_policy(save(name, directory), ModelConfig(path=str(directory), device="cpu"))
+
+
+def loss_of(logits: RowLogits, ids: Tensor) -> Tensor:
+    """Reads logits in every way that a step does."""
+    drawn = torch.Generator().manual_seed(1)
+    weights = torch.rand(ids.shape, generator=drawn)
+    heat = 0.5 + torch.rand(ids.shape, generator=drawn)
+    boxes = torch.tensor([[1, 2, 3, 4], [2, 3, 5, 7]])
+    coordinates = expected_coordinates(logits, torch.tensor([0, 1]), boxes, torch.arange(10, 40))
+    return (
+        weighted_cross_entropy(logits, ids, weights).sum
+        + (row_logprobs(logits, ids, heat) * weights).sum()
+        + coordinates.square().sum()
+    )
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_values_and_gradients_are_those_of_whole_logits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded(name, tmp_path)
+    for key, value in CHANGED[name].items():
+        setattr(model.config, key, value)
+    vocabulary = int(model.config.vocab_size)
+    monkeypatch.setattr(row_logits, "_AT_ONCE", 3 * vocabulary)
+    ids = torch.randint(0, vocabulary, (2, 11), generator=torch.Generator().manual_seed(0))
+
+    def run() -> Tensor:
+        return model(input_ids=ids, use_cache=False).logits
+
+    with torch.no_grad():
+        head = Head.of(model, run)
+    assert head is not None
+    found: list[tuple[Tensor, list[Tensor]]] = []
+    for pieces in (False, True):
+        if pieces:
+            with head.held_back() as states:
+                run()
+            loss = loss_of(RowLogits(states[0], head), ids)
+        else:
+            loss = loss_of(RowLogits(run()), ids)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        found.append((loss.detach(), list(gradients)))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-3, atol=1e-4)
+
+
+def test_a_step_never_makes_more_logits_than_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded("Qwen3", tmp_path)
+    step = TrainStep(model, TrainerConfig(), pad_id=0, row_tokens=128, policy=PolicyConfig(enabled=True))
+    step.prove()
+    samples = [random_sample("a", 40), policy_sample(step, "b", 30, 1.0), policy_sample(step, "c", 20, -1.0)]
+    most = 5
+    monkeypatch.setattr(row_logits, "_AT_ONCE", most * int(model.config.vocab_size))
+    rows: list[int] = []
+    hook = model.get_output_embeddings().register_forward_hook(
+        lambda _module, _given, output: rows.append(output.shape[:-1].numel())
+    )
+    step.run(samples, 1)
+    step.score(samples)
+    hook.remove()
+    assert sum(rows) > 2 * 40 + 30 + 20
+    assert max(rows) <= most
+
+
+class Sharper(torch.nn.Module):
+    """Does something to the logits that no configuration names."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner, self.config = model, model.config
+
+    def get_output_embeddings(self) -> Any:
+        return self.inner.get_output_embeddings()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(input_ids=ids, use_cache=False).logits * 1.5
+
+
+def test_a_head_whose_logits_are_changed_afterwards_is_not_taken_apart(tmp_path: Path) -> None:
+    model = loaded("Qwen3", tmp_path)
+    ids = torch.randint(0, 64, (1, 5))
+    with torch.no_grad():
+        assert Head.of(Sharper(model), lambda: Sharper(model)(ids)) is None
+        assert Head.of(model, lambda: model(input_ids=ids, use_cache=False).logits) is not None
+
+
+def test_nothing_to_read_is_zero_with_a_gradient() -> None:
+    states = torch.zeros(1, 3, 5, requires_grad=True)
+    head = Head(torch.nn.Linear(5, 7), lambda logits: logits)
+    nowhere = torch.zeros(1, 2, dtype=torch.bool)
+    logprobs = RowLogits(states, head).logprobs(nowhere, torch.zeros(0, dtype=torch.int64))
+    assert logprobs.dtype == torch.float32
+    assert logprobs.shape == (0,)
+    logprobs.sum().backward()
+    assert states.grad is not None
+    assert not states.grad.any()
