@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 app = App(
     name="bench",
-    help="Measure queue, engines, pipeline, guard, weights, rollouts, images, scale, truth; progress goes to stderr.",
+    help="Measure queue, engines, pipeline, guard, weights, rollouts, images, training; progress goes to stderr.",
 )
 
 AsJson = Annotated[bool, Parameter(negative="", help="One JSON object on stdout instead of text.")]
@@ -162,6 +162,27 @@ def images(
     Example: `sluice bench images --json`
     """
     _run("images", locals())
+
+
+@app.command
+def train(
+    *,
+    json: AsJson = False,
+    tokens: Annotated[int, Parameter(help="Tokens of a row.")] = 8192,
+    vocabulary: Annotated[int, Parameter(help="Words of the model.")] = 151_936,
+    threads: Annotated[int, Parameter(help="Threads for torch, the same for every side.")] = 2,
+    rounds: Rounds = None,
+    quick: Quick = False,
+) -> None:
+    """A training step with a large vocabulary: peak memory and tokens per second, beside plain passes and TRL.
+
+    Each side trains a random Qwen3 of some 40 million parameters on the same rows with a clipped policy loss, in a
+    process of its own; the optimiser is left out. Plain passes make all logits of a row at once: with the defaults
+    they need some 16 GB of memory. About 15 minutes.
+
+    Example: `sluice bench train --tokens 1024 --json`
+    """
+    _run("train", locals())
 
 
 @app.command

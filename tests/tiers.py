@@ -52,6 +52,7 @@ TIERS = {
             "unit/bench/test_operate_bench.py",
             "unit/bench/test_pipeline_bench.py",
             "unit/bench/test_rollout_bench.py",
+            "unit/bench/test_train_bench.py",
             "unit/test_import_name.py::test_pyright",
         ),
         but=("e2e/test_pipeline.py",),

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-_AT_ONCE = 1 << 27  # logits: 512 MiB in float32
+_AT_ONCE = 1 << 26  # logits: 256 MiB in float32
 _SAME = 1e-6  # relative; the head of one position against the same head of several
 
 
