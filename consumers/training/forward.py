@@ -90,6 +90,7 @@ class Proof:
     layout: Layout
     differences: dict[Layout, float]  # nats, the largest of any token; NaN if the model can't run the layout
     tolerance: float  # nats
+    in_pieces: bool  # how the head makes logits (row_logits.py); False: of all positions at once
 
 
 class VisionSource(Protocol):
@@ -277,7 +278,7 @@ class TrainerForward:
                 continue
             differences[layout] = largest(gaps)
             if agreement.holds(gaps):
-                self._proof = Proof(layout, differences, agreement.tolerance)
+                self._proof = Proof(layout, differences, agreement.tolerance, self._head is not None)
                 self._log(self._proof, reasons)
                 return self._proof
             reasons.append(f"{layout} rows: off by {differences[layout]:.2g} nats")
@@ -457,7 +458,7 @@ class TrainerForward:
     def _log(self, proof: Proof, reasons: Sequence[str]) -> None:
         found = {str(layout): f"{nats:.1e}" for layout, nats in proof.differences.items()}
         facts = {"architecture": type(self.model).__name__, "tolerance": f"{proof.tolerance:.0e}", "nats": found}
-        facts["logits"] = "at once" if self._head is None else "in pieces"
+        facts["logits"] = "in pieces" if proof.in_pieces else "at once"
         say = get_logger().warning if reasons else get_logger().info
         why = {"instead_of": "; ".join(reasons)} if reasons else {}
         say("forward pass proved", layout=str(proof.layout), **facts, **why)

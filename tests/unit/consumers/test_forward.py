@@ -65,6 +65,7 @@ def test_scores_of_rows_are_those_of_plain_passes(tmp_path: Path, name: str) -> 
     )
     proof = step.prove()
     assert worst <= TOLERANCE, proof
+    assert proof.in_pieces
     row = table({name: {"decoding": "served", "trained_in": str(proof.layout)}}).splitlines()[-1]
     assert row in ENGINE_PAGE.read_text(), "the table is stale; write it anew with `sluice bench truth --table`"
 
