@@ -152,9 +152,7 @@ def _logprobs(head: Head | None, picked: Tensor, token_ids: Tensor, heat: Tensor
     return token_logprobs(picked if head is None else head(picked), token_ids, heat)
 
 
-def _logprobs_and_entropies(
-    head: Head | None, picked: Tensor, token_ids: Tensor, heat: Tensor | None
-) -> Tensor:
+def _logprobs_and_entropies(head: Head | None, picked: Tensor, token_ids: Tensor, heat: Tensor | None) -> Tensor:
     """float [2, N]."""
     logits = picked if head is None else head(picked)
     return torch.stack([token_logprobs(logits, token_ids, heat), token_entropies(logits, heat)])

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from sluice.consumers.training import losses
-from sluice.consumers.training.losses import token_entropies
+from sluice.consumers.training import row_logits
 from sluice.consumers.training.policy_loss import policy_loss
+from sluice.consumers.training.row_logits import RowLogits
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import CONVENTIONS, PolicyConfig
 from sluice.pipeline.wire.messages import TrainingSample
@@ -138,7 +138,7 @@ def test_advantages_over_the_batch_of_a_step(source: Path, shape: dict[str, Any]
 def test_the_entropy_bonus(
     source: Path, shape: dict[str, Any], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "_SCORED_AT_ONCE", 7 * 263)  # several chunks
+    monkeypatch.setattr(row_logits, "_AT_ONCE", 7 * 263)  # several chunks
     step = trainer(source, PolicyConfig(enabled=True, entropy_coef=0.3, aggregation="sequence"), **shape)
     samples = on_policy(step, temperature=temperature)
     policy, entropy = [], []
@@ -164,12 +164,17 @@ def test_entropies_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     chances /= chances.sum(1, keepdims=True)
     wanted = -(chances * np.log(np.where(chances > 0, chances, 1))).sum(1)
     for most in (40, 41 * 7, 1 << 25):
-        monkeypatch.setattr(losses, "_SCORED_AT_ONCE", most)
-        got = token_entropies(logits, temperatures)
+        monkeypatch.setattr(row_logits, "_AT_ONCE", most)
+        rows = RowLogits(torch.cat([logits, logits[:1]])[None])  # nothing follows the last position
+        on = torch.ones(1, 23, dtype=torch.bool)
+        _, got = rows.scores(on, torch.arange(23), temperatures, entropies=True)
+        assert got is not None
         assert got.tolist() == pytest.approx(wanted.tolist(), abs=1e-9)
         [slope] = torch.autograd.grad(got.sum(), logits)
         assert slope.isfinite().all()
-    assert token_entropies(logits[:0]).shape == (0,)
+    nowhere = torch.zeros(1, 22, dtype=torch.bool)
+    nothing = RowLogits(logits[None]).scores(nowhere, torch.arange(0), None, entropies=True)
+    assert [None if part is None else part.shape for part in nothing] == [(0,), (0,)]
 
 
 MISMATCH = [
