@@ -159,7 +159,8 @@ def plain(model: Any, ids: Sequence[Sequence[int]], _home: Path) -> Sample:
 def trl(model: Any, ids: Sequence[Sequence[int]], home: Path) -> Sample:
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     from sluice.bench.models import byte_tokenizer
 

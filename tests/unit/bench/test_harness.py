@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,7 @@ class Sizes(Plan, frozen=True, kw_only=True):
         ({"longest": 513}, "--longest must be 8 to 512, got 513"),
     ],
 )
-def test_options_out_of_bounds_are_named(options: dict[str, object], message: str) -> None:
+def test_options_out_of_bounds_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Sizes.of(**options)
 
