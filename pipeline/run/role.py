@@ -61,6 +61,7 @@ def contract_of(config: Config) -> dict[str, Any]:
         "consumer.count": config.consumer.count,
         "producer.samples_per_version": config.producer.samples_per_version,
         "producer.max_staleness": config.producer.max_staleness,
+        "policy.advantage": config.policy.advantage,  # reinforce_pp: consumers leave the reward to the trainer
         "rollout_matching.task": config.rollout_matching.task,
         "rollout_matching.reward": msgspec.to_builtins(config.rollout_matching.reward),
         **{f"sampling.{name}": value for name, value in sampling.items()},
