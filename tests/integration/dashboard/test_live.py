@@ -102,7 +102,7 @@ async def test_a_broker_that_is_away_is_said_and_nothing_hangs(site: Site) -> No
         assert monitor.number == 1
         for path, status, words in (
             ("/", 200, "The broker does not answer, and nothing is known about the run yet."),
-            ("/workers", 200, "Start all of them with"),
+            ("/workers", 200, "<h1>Processes</h1>"),  # those of the timeline, if it has some
             ("/config", 200, "worker.max_batch"),
             ("/weights", 503, "sluice doctor"),
             ("/health", 503, "the broker does not answer"),

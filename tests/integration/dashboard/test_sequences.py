@@ -254,7 +254,7 @@ async def test_jobs_in_the_queue_above_those_that_are_over(shelf: Shelf) -> None
     browser, run = shelf
     page = await text_of(browser, "/jobs")
     assert "30 ready" in page
-    assert page.index(":waits-") < page.index('id="finished"') < page.index("long")
+    assert page.index(":waits-") < page.index('id="finished"') < page.index(f"{run}:long")
     assert "There are more" in page
     one = await text_of(browser, "/jobs?search=waits-7&state=ready")
     assert one.count('<th scope="row">') == 1
