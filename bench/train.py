@@ -132,8 +132,8 @@ def ours(model: Any, ids: Sequence[Sequence[int]], _home: Path) -> Sample:
     config = TrainerConfig(micro_batch_tokens=len(ids[0]))
     step = TrainStep(model, config, pad_id=0, row_tokens=256, policy=PolicyConfig(enabled=True))
     step.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step.prove()
     resident = _resident_mb()
+    step.prove()
     return _second_of_two(lambda: step.run(samples, 1), resident)
 
 

@@ -129,6 +129,7 @@ class TrainerForward:
         self._images = images
         self._proof: Proof | None = None
         self._head: Head | None = None  # None: the logits of all positions are made at once
+        self._why_at_once = ""
         self._probe_inputs: dict[str, VisionInputs] = {}  # by seq_id
         self.features = None if images is None else ImageFeatures(model, torch, max_bytes=images.feature_bytes)
         self._reuses_features = False
@@ -190,7 +191,8 @@ class TrainerForward:
         samples = _probe(self._row_tokens, window, most, int(config.vocab_size))
         samples += [one for one in self._probe_with_images() if len(one.token_ids) <= context]
         try:
-            self._head = self._found_head(samples[0])
+            found = self._found_head(samples[0])
+            self._head, self._why_at_once = (found, "") if isinstance(found, Head) else (None, found)
             plain = [self._scored(self._collate([one], [[0]]), Layout.single, plain=True) for one in samples]
             agreement = Agreement.of(
                 self._noise(samples, plain),
@@ -203,7 +205,7 @@ class TrainerForward:
             except ModelError:
                 if self._head is None:
                     raise
-                self._head = None
+                self._head, self._why_at_once = None, "the proof doesn't hold with its output layer in pieces"
                 proof = self._first_right(layouts, samples, plain, agreement, window)
             self._try_features(proof.layout, samples, plain, agreement, window)
             return proof
@@ -220,7 +222,7 @@ class TrainerForward:
             ) from error
 
     @torch.no_grad()
-    def _found_head(self, sample: TrainingSample) -> Head | None:
+    def _found_head(self, sample: TrainingSample) -> Head | str:
         rows = self._collate([sample], [[0]])
         return Head.of(self.model, lambda: self._forward(rows, Layout.single, plain=True))
 
@@ -458,7 +460,7 @@ class TrainerForward:
     def _log(self, proof: Proof, reasons: Sequence[str]) -> None:
         found = {str(layout): f"{nats:.1e}" for layout, nats in proof.differences.items()}
         facts = {"architecture": type(self.model).__name__, "tolerance": f"{proof.tolerance:.0e}", "nats": found}
-        facts["logits"] = "in pieces" if proof.in_pieces else "at once"
+        facts["logits"] = "in pieces" if proof.in_pieces else f"at once: {self._why_at_once}"
         say = get_logger().warning if reasons else get_logger().info
         why = {"instead_of": "; ".join(reasons)} if reasons else {}
         say("forward pass proved", layout=str(proof.layout), **facts, **why)

@@ -31,11 +31,13 @@ class Head:
     after: Callable[[Tensor], Tensor]
 
     @classmethod
-    def of(cls, model: Any, run: Callable[[], Tensor]) -> Head | None:
-        """`run`: a pass that returns the logits of all positions. None: the layer can't be run on its own."""
+    def of(cls, model: Any, run: Callable[[], Tensor]) -> Head | str:
+        """`run`: a pass that returns the logits of all positions. A text: why the layer can't be run on its own."""
         module = model.get_output_embeddings()
-        if module is None or any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
-            return None  # sharded weights are whole inside the model's own pass alone
+        if module is None:
+            return "the model names no output layer"
+        if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+            return "the model is sharded: its weights are whole inside its own pass alone"
         seen: list[Tensor] = []
         hook = module.register_forward_hook(lambda _module, _given, output: seen.append(output))
         try:
@@ -43,10 +45,11 @@ class Head:
         finally:
             hook.remove()
         if len(seen) != 1 or seen[0].shape != logits.shape:
-            return None
-        fits = (after for after in _known(model.config.get_text_config()) if _same(after(seen[0]), logits))
-        after = next(fits, None)
-        return None if after is None else cls(module, after)
+            return "its output layer doesn't make its logits in one call"
+        fits = [after for after in _known(model.config.get_text_config()) if _same(after(seen[0]), logits)]
+        if len(fits) != 1:
+            return "what it does to its logits can't be told" if fits else "it changes its logits in a way of its own"
+        return cls(module, fits[0])
 
     def __call__(self, states: Tensor) -> Tensor:
         """Logits [..., V] of states [..., H]."""
@@ -94,32 +97,35 @@ class RowLogits:
         self, on: Tensor, token_ids: Tensor, temperatures: Tensor | None, *, entropies: bool
     ) -> tuple[Tensor, Tensor | None]:
         """`logprobs`, and the entropy in nats of each distribution, float [N], if asked for."""
-        picked = self.states[:, :-1][on]
         compute = _logprobs_and_entropies if entropies else _logprobs
         found: list[Tensor] = []
-        for piece in self._pieces(len(picked)):
+        for piece, picked in self._picked(*on.nonzero(as_tuple=True)):
             heat = None if temperatures is None else temperatures[piece]
-            found.append(self._run(compute, picked[piece], token_ids[piece], heat))
+            found.append(self._run(compute, picked, token_ids[piece], heat))
         # Of nothing, but with a gradient: its sum is a term of the loss.
-        both = torch.cat(found, dim=-1) if found else at_least_float32(picked.flatten()[:0].expand(1 + entropies, 0))
+        nothing = at_least_float32(self.states.flatten()[:0])
+        both = torch.cat(found, dim=-1) if found else nothing.expand(1 + entropies, 0)
         return (both[0], both[1]) if entropies else (both.reshape(-1), None)
 
     def logits_of(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
         """Logits of K tokens at N positions, float [N, K] in float32 or wider; rows, positions int64 [N]."""
-        picked = self.states[rows, positions]
-        if not len(picked):
-            return at_least_float32(picked.new_zeros(0, len(token_ids)))
-        return torch.cat([self._run(_chosen, picked[piece], token_ids, None) for piece in self._pieces(len(picked))])
+        found = [self._run(_chosen, picked, token_ids, None) for _, picked in self._picked(rows, positions)]
+        return torch.cat(found) if found else at_least_float32(self.states.new_zeros(0, len(token_ids)))
 
-    def _pieces(self, count: int) -> Iterator[slice]:
+    def _picked(self, rows: Tensor, positions: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """States of these positions, a piece at a time."""
         width = self.states.shape[-1] if self.head is None else _width(self.head.module)
         most = max(1, _AT_ONCE // width)
-        return (slice(start, start + most) for start in range(0, count, most))
+        # With a gradient all at once: that of each piece would have the size of all states.
+        whole = self.states[rows, positions] if torch.is_grad_enabled() else None
+        for start in range(0, len(rows), most):
+            piece = slice(start, start + most)
+            yield piece, self.states[rows[piece], positions[piece]] if whole is None else whole[piece]
 
     def _run(self, compute: Callable[..., Tensor], picked: Tensor, token_ids: Tensor, heat: Tensor | None) -> Tensor:
         if not torch.is_grad_enabled():
             return compute(self.head, picked, token_ids, heat)
-        again = checkpoint(compute, self.head, picked, token_ids, heat, use_reentrant=False, preserve_rng_state=False)
+        again = checkpoint(compute, self.head, picked, token_ids, heat, use_reentrant=False)
         return cast(Tensor, again)
 
 
@@ -167,9 +173,9 @@ def _known(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
     yield lambda logits: logits
     if cap := getattr(config, "final_logit_softcapping", None):
         yield lambda logits: torch.tanh(logits / cap) * cap
-    if scale := getattr(config, "logit_scale", None):
+    if (scale := getattr(config, "logit_scale", None)) and scale != 1:
         yield lambda logits: logits * scale
-    if divisor := getattr(config, "logits_scaling", None):
+    if (divisor := getattr(config, "logits_scaling", None)) and divisor != 1:
         yield lambda logits: logits / divisor
 
 

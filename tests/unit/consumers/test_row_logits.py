@@ -60,7 +60,7 @@ def test_values_and_gradients_are_those_of_whole_logits(
 
     with torch.no_grad():
         head = Head.of(model, run)
-    assert head is not None
+    assert isinstance(head, Head)
     found: list[tuple[Tensor, list[Tensor]]] = []
     for pieces in (False, True):
         if pieces:
@@ -111,8 +111,49 @@ def test_a_head_whose_logits_are_changed_afterwards_is_not_taken_apart(tmp_path:
     model = loaded("Qwen3", tmp_path)
     ids = torch.randint(0, 64, (1, 5))
     with torch.no_grad():
-        assert Head.of(Sharper(model), lambda: Sharper(model)(ids)) is None
-        assert Head.of(model, lambda: model(input_ids=ids, use_cache=False).logits) is not None
+        assert Head.of(Sharper(model), lambda: Sharper(model)(ids)) == "it changes its logits in a way of its own"
+        assert isinstance(Head.of(model, lambda: model(input_ids=ids, use_cache=False).logits), Head)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Cohere2"])
+def test_logits_too_small_to_tell_what_is_done_to_them_are_made_at_once(name: str, tmp_path: Path) -> None:
+    model = loaded(name, tmp_path)
+    ids = torch.randint(0, 64, (1, 5))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()
+        assert Head.of(model, lambda: model(input_ids=ids, use_cache=False).logits) == (
+            "what it does to its logits can't be told"
+        )
+
+
+def test_the_second_run_of_a_head_draws_the_same_dropout() -> None:
+    states = torch.randn(1, 9, 6, dtype=torch.float64, requires_grad=True)
+    head = Head(torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(6, 7, dtype=torch.float64)), lambda x: x)
+    head.module.weight = head.module[1].weight  # type: ignore[index]
+    on = torch.ones(1, 8, dtype=torch.bool)
+    torch.manual_seed(3)
+    logprobs = RowLogits(states, head).logprobs(on, torch.arange(8) % 7)
+    [got] = torch.autograd.grad(logprobs.sum(), states)
+    torch.manual_seed(3)
+    plain = head(states[0, :-1]).log_softmax(-1)[torch.arange(8), torch.arange(8) % 7]
+    [wanted] = torch.autograd.grad(plain.sum(), states)
+    torch.testing.assert_close(logprobs, plain)
+    torch.testing.assert_close(got, wanted)
+
+
+def test_scoring_copies_no_more_logits_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_logits, "_AT_ONCE", 4 * 50)
+    seen: list[int] = []
+    real = row_logits.token_logprobs
+
+    def watched(logits: Tensor, token_ids: Tensor, temperatures: Tensor | None) -> Tensor:
+        seen.append(logits.untyped_storage().nbytes())
+        return real(logits, token_ids, temperatures)
+
+    monkeypatch.setattr(row_logits, "token_logprobs", watched)
+    with torch.no_grad():
+        row_logprobs(RowLogits(torch.randn(2, 30, 50)), torch.zeros(2, 30, dtype=torch.int64))
+    assert max(seen) <= 4 * 50 * 4
 
 
 def test_nothing_to_read_is_zero_with_a_gradient() -> None:
