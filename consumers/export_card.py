@@ -20,7 +20,8 @@ import yaml
 
 from sluice.consumers.history.files import consumer_files
 from sluice.consumers.history.reader import HistoryReader
-from sluice.consumers.run_files import HISTORY, RESOLVED
+from sluice.consumers.run_files import HISTORY
+from sluice.pipeline.config.load import RESOLVED
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.wire.codec import read_json
 from sluice.pipeline.wire.messages import SequenceResult, TrainingSample

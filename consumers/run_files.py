@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.config.load import RESOLVED
 from sluice.pipeline.errors import DataError
 
 ROLLOUTS, WEIGHTS, HISTORY = "rollouts", "weights", "history"
-RESOLVED, METRICS = "config.resolved.yaml", "metrics.jsonl"
+METRICS = "metrics.jsonl"
 
 
 def find_run(run: str, config: Config) -> Path:

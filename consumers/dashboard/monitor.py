@@ -33,8 +33,9 @@ from sluice.consumers.history.files import history_directory
 from sluice.consumers.history.index import HistoryIndex
 from sluice.consumers.history.reader import HistoryReader
 from sluice.consumers.history.records import SequenceFilter
-from sluice.consumers.run_files import RESOLVED, stored_config
+from sluice.consumers.run_files import stored_config
 from sluice.consumers.tasks.codec import HFTextCodec
+from sluice.pipeline.config.load import RESOLVED
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import BrokerError, ConfigError, DataError, SluiceError
 from sluice.pipeline.logs import get_logger

@@ -41,6 +41,7 @@ from sluice.consumers.training.proximal import proximal_of
 from sluice.consumers.training.session import Fence, Session, Weights
 from sluice.consumers.training.session_thread import SessionThread
 from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.config.load import RESOLVED
 from sluice.pipeline.errors import ConfigError, DataError, ModelError, TaskError
 from sluice.pipeline.images.processor import joined_tensors
 from sluice.pipeline.logs import get_logger
@@ -342,7 +343,7 @@ class Rollouts:
 def _load(path: Path, overrides: Sequence[str]) -> Config:
     if not path.is_dir():
         return load_config(path, overrides)
-    resolved = path / "config.resolved.yaml"
+    resolved = path / RESOLVED
     if not resolved.is_file():
         raise DataError(
             f"{path}: not a run's directory; it has no {resolved.name}. Give that file, or the run's YAML file"

@@ -18,7 +18,7 @@ ConfigPath = Annotated[
     Path | None,
     Parameter(
         name=["--config", "-c"],
-        help="YAML file, or the name of an installed one, such as text; by default every key has its default.",
+        help="YAML file, a run's directory, or an installed file's name, such as text; default: every key has its own.",
     ),
 ]
 """The run's YAML file."""

@@ -170,7 +170,8 @@ def _value_alone(dotted: str, text: str, where: str) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    path = path if path.is_file() else _shipped(path)
+    if not path.is_file():
+        path = path / RESOLVED if (path / RESOLVED).is_file() else _shipped(path)
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -260,6 +261,9 @@ def _readable(message: str) -> str:
     text, sep, where = message.partition(" - at `$.")
     return f"{where.rstrip('`')}: {text}" if sep else text
 
+
+RESOLVED = "config.resolved.yaml"
+"""In a run's directory: its configuration, defaults filled in."""
 
 _CONFIGS = Path(__file__).parents[2] / "configs"
 _MOST_CHARS = 1 << 20

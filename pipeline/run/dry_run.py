@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from sluice.pipeline.config import Config
+from sluice.pipeline.config.load import RESOLVED
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.run import preflight
 from sluice.pipeline.run.preflight import Check, examine, line
@@ -36,7 +37,7 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
 
 def rehearse(config: Config, command: str, origin: str, *, apart: bool = False) -> DryRun:
     """Check everything that `command` needs; problems are in the checks. `apart`: see `examine_inputs`."""
-    processes = plan(config, Path(config.run_dir) / config.run / "config.resolved.yaml")
+    processes = plan(config, Path(config.run_dir) / config.run / RESOLVED)
     inputs = preflight.inputs_of([role for role, count in counts(config).items() if count != 0])
     found = [
         Check(name="config", ok=True, says=origin),

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from sluice import __version__
 from sluice.pipeline.config import Config, resolved_yaml
+from sluice.pipeline.config.load import RESOLVED
 from sluice.pipeline.files import write_atomic
 
 
 def store(config: Config, run_dir: Path) -> Path:
     """Write config.resolved.yaml and versions.json into the run's directory; returns the former."""
-    resolved = run_dir / "config.resolved.yaml"
+    resolved = run_dir / RESOLVED
     write_atomic(resolved, resolved_yaml(config))
     write_atomic(run_dir / "versions.json", json.dumps(versions(), indent=1, sort_keys=True))
     return resolved

@@ -247,3 +247,14 @@ def test_a_few_aliases_are_welcome(tmp_path: Path) -> None:
 def test_no_partitions_are_a_named_error(count: int) -> None:
     with pytest.raises(ConfigError, match=rf"consumer\.count must be > 0, got {count}"):
         load_config(None, [f"consumer.count={count}"], {})
+
+
+def test_the_directory_of_a_run_is_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.resolved.yaml").write_text("run: mine\nseed: 7\n")
+    config = load_config(tmp_path, ["seed=8"], {})
+    assert (config.run, config.seed) == ("mine", 8)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "gone", [], {})
+    (tmp_path / "config.resolved.yaml").unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path, [], {})
