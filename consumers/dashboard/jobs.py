@@ -16,13 +16,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from redis.exceptions import RedisError
 
-from sluice.consumers.dashboard.formats import NOTHING, query
+from sluice.consumers.dashboard.formats import query
 from sluice.consumers.dashboard.monitor import Monitor, monitor_of
 from sluice.consumers.dashboard.overview import Keeper, charts_json, points
 from sluice.consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, render
@@ -151,13 +151,10 @@ def distribution(found: Mapping[str, Mapping[int, int]]) -> Distribution | None:
         for number in range(min(numbers), max(numbers) + 1)
         for a, b in [(waited.get(number, 0), took.get(number, 0))]
     ]
-    half = [_most_of(counts, 0.5) for counts in (waited, took)]
-    tail = [_most_of(counts, 0.95) for counts in (waited, took)]
-    return Distribution(
-        rows,
-        f"Half of them waited less than {half[0]} and took less than {half[1]};"
-        f" 19 of 20 less than {tail[0]} and {tail[1]}.",
-    )
+    known = {name: counts for name, counts in (("waited", waited), ("took", took)) if counts}
+    half = " and ".join(f"{name} less than {_most_of(counts, 0.5)}" for name, counts in known.items())
+    tail = " and ".join(_most_of(counts, 0.95) for counts in known.values())
+    return Distribution(rows, f"Half of them {half}; 19 of 20 less than {tail}.")
 
 
 def _between(number: int) -> str:
@@ -169,12 +166,9 @@ def _between(number: int) -> str:
 
 def _most_of(counts: Mapping[int, int], share: float) -> str:
     """The time below which this share of them is, rounded up to the end of a row."""
-    total, seen = sum(counts.values()), 0
-    for number in sorted(counts):
-        seen += counts[number]
-        if seen >= share * total:
-            return _short(LEAST_S * 2**number)
-    return NOTHING
+    numbers, least = sorted(counts), share * sum(counts.values())
+    below = accumulate(counts[number] for number in numbers)
+    return _short(LEAST_S * 2 ** next(number for number, seen in zip(numbers, below, strict=True) if seen >= least))
 
 
 def _short(seconds: float) -> str:

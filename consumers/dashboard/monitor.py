@@ -154,8 +154,8 @@ class Monitor:
         while True:
             await asyncio.to_thread(self.read_files)
             await self.refresh()
-            if self.stored_at is None and self.index.is_writer and (data := self.timeline.taken()) is not None:
-                await asyncio.to_thread(self.timeline.save, data)
+            if self.timeline.is_due:
+                await asyncio.to_thread(self.save)
             await asyncio.sleep(EVERY_S)
 
     async def keep_index(self) -> None:
@@ -186,9 +186,9 @@ class Monitor:
             await self._next.wait()
 
     def save(self) -> None:
-        """Keep the timeline to its end. Blocking; never raises."""
+        """Keep the timeline as it is now. Blocking; never raises."""
         if self.index.is_writer and self.stored_at is None:
-            self.timeline.save(self.timeline.encoded())
+            self.timeline.save()
 
     def close(self) -> None:
         """End all streams."""

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -153,7 +154,7 @@ _RETRY_MS = 2000
 
 Values = Callable[[Monitor], dict[str, object]]
 FRAGMENTS: dict[str, tuple[str, Values]] = {}
-"""Name → its template, and what the template needs besides the snapshot."""
+"""Name → its template, and what the template needs besides the snapshot; that is called in a thread."""
 router = APIRouter()
 
 
@@ -163,14 +164,20 @@ class Live:
     def __init__(self, monitor: Monitor) -> None:
         self.monitor, self.streams = monitor, 0
         self._made: dict[str, tuple[int, str]] = {}
+        self._rendering = asyncio.Lock()
 
     def render(self, name: str) -> str:
-        """A fragment for the newest snapshot; raises KeyError."""
+        """A fragment for the newest snapshot; raises KeyError. Blocking: that of many processes takes a while."""
         template, values = FRAGMENTS[name]
-        made = self._made.get(name)
-        if made is None or made[0] != self.monitor.number:
-            made = self._made[name] = (self.monitor.number, fragment(self.monitor, template, **values(self.monitor)))
+        made, number = self._made.get(name), self.monitor.number
+        if made is None or made[0] != number:
+            made = self._made[name] = (number, fragment(self.monitor, template, **values(self.monitor)))
         return made[1]
+
+    async def rendered(self, names: Sequence[str]) -> dict[str, str]:
+        """The same in a thread; one stream renders, those that wait take what it made."""
+        async with self._rendering:
+            return await asyncio.to_thread(lambda: {name: self.render(name) for name in names})
 
     async def stream(self, names: Sequence[str]) -> AsyncIterator[bytes]:
         """Server-sent events: each changed fragment, and `tick` at every snapshot."""
@@ -178,7 +185,8 @@ class Live:
         until = time.monotonic() + _LIFE_S
         yield f"retry: {_RETRY_MS}\n\n".encode()
         while not self.monitor.closing.is_set() and time.monotonic() < until:
-            fresh = {name: html for name in names if sent.get(name) != (html := self.render(name))}
+            newest = await self.rendered(names)
+            fresh = {name: html for name, html in newest.items() if sent.get(name) != html}
             sent.update(fresh)
             yield "".join(
                 [*(event(*one) for one in fresh.items()), event("tick", formats.clock(self.monitor.seen_at))]

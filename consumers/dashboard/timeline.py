@@ -4,7 +4,8 @@
                                   └─▶ timeline.json, every few seconds: a run that is over has them too
 
 - A bin is what was seen between two times. Beyond MOST bins, two neighbours become one: the whole run stays, coarser.
-- A life is a process from its start to its end; a name with several lives was restarted.
+- A life is a process from its start to its end; a name with several lives was restarted. Of those that ended, the
+  newest `_MOST_LIVES` are kept; a name without a life leaves the bins.
 - Only the dashboard writes it, from heartbeats and counts that it reads anyway: no role pays for it. It can be deleted
   at any time; what was seen before is then lost.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -32,7 +33,7 @@ NAME = "timeline.json"
 MOST = 360  # bins
 _SAVE_S = 10.0
 _PAUSE_S = 900.0  # without a look: what comes after is another sitting
-_MOST_LIVES = 200
+_MOST_LIVES = 200  # that ended, and whose row is gone
 _BLIND_S = 15.0  # a longer time without a look is left white
 _RATE_S = 10.0  # a rate is counted over at least that long: workers count whole sequences
 
@@ -82,7 +83,7 @@ def mood(state: str) -> Mood:
     return _MOODS.get(state, "held")
 
 
-class Seen(msgspec.Struct, array_like=True, kw_only=True):
+class Seen(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """One process in one bin; the numbers are of its last look."""
 
     states: dict[str, int]  # state → looks
@@ -105,14 +106,16 @@ class Seen(msgspec.Struct, array_like=True, kw_only=True):
     @property
     def mood(self) -> Mood:
         """What it mostly did; any trouble shows."""
-        found = Counter[Mood]()
+        found: dict[Mood, int] = {}
         for state, looks in self.states.items():
-            found[mood(state)] += looks
-        return "trouble" if found["trouble"] else found.most_common(1)[0][0] if found else "idle"
+            found[mood(state)] = found.get(mood(state), 0) + looks
+        if "trouble" in found:
+            return "trouble"
+        return max(found.items(), key=lambda one: one[1])[0] if found else "idle"
 
 
-class Bin(msgspec.Struct, array_like=True, kw_only=True):
-    """What was seen from `at` to `until` (Unix s); jobs are sums over the looks, counts are of the last one."""
+class Bin(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """What was seen from `at` to `until` (Unix s); jobs are sums over looks at the queue, counts of the last look."""
 
     at: float
     until: float
@@ -121,6 +124,20 @@ class Bin(msgspec.Struct, array_like=True, kw_only=True):
     oldest_s: float  # the longest that the next ready job had waited
     counts: dict[str, int]  # retried jobs, dead and dropped sequences since the start of the run
     processes: dict[str, Seen]
+    queue_looks: int = 0  # of the looks, those that saw the queue
+
+    @property
+    def counted(self) -> int:
+        """Looks that `jobs` is a sum of; a file may be of before they were counted."""
+        return self.queue_looks or (self.looks if self.jobs else 0)
+
+    def mean(self, state: str) -> float:
+        """Jobs in that state; only if some look saw the queue."""
+        return self.jobs.get(state, 0) / self.counted
+
+    def follows(self, before: Bin) -> bool:
+        """Whether both are of one sitting: without a long pause, and the clock went forward."""
+        return 0 <= self.at - before.until <= _PAUSE_S
 
     def joined(self, later: Bin) -> Bin:
         processes = dict(self.processes)
@@ -130,14 +147,15 @@ class Bin(msgspec.Struct, array_like=True, kw_only=True):
             at=self.at,
             until=later.until,
             looks=self.looks + later.looks,
-            jobs={name: self.jobs.get(name, 0) + count for name, count in later.jobs.items()},
+            jobs=dict(Counter(self.jobs) + Counter(later.jobs)),
             oldest_s=max(self.oldest_s, later.oldest_s),
             counts=later.counts,
             processes=processes,
+            queue_looks=self.counted + later.counted,
         )
 
 
-class Life(msgspec.Struct, kw_only=True):
+class Life(msgspec.Struct, frozen=True, kw_only=True):
     """One process from its start to its last heartbeat (Unix s)."""
 
     name: str
@@ -156,7 +174,7 @@ class _Stored(msgspec.Struct, kw_only=True):
 
 
 class Timeline:
-    """Not thread-safe: one task adds and reads; `save` alone may run in a thread, on what `taken` returned."""
+    """One task adds; any thread may read or save: `bins` and `lives` are replaced, never changed."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / NAME
@@ -173,21 +191,28 @@ class Timeline:
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             get_logger().warning("the timeline cannot be read; it begins anew", path=str(self.path), why=str(error))
             return
-        self.bins, self.lives = stored.bins, stored.lives
+        self.bins, self.lives = _named(stored.bins, stored.lives), stored.lives
 
     def add(self, now: Snapshot) -> None:
-        """Take a snapshot; one that isn't newer than the last is ignored."""
-        if self.bins and now.at <= self.bins[-1].until:
+        """Take a snapshot; one that isn't newer than the last is ignored, unless the clock was set back."""
+        if self.bins and -_BLIND_S < now.at - self.bins[-1].until <= 0:
             return
         rows = self._rows(now)
-        self._live(rows)
-        fresh = _bin(now, rows)
-        if self.bins and now.at - self.bins[-1].at < self.interval_s:
-            self.bins[-1] = self.bins[-1].joined(fresh)
+        bins, fresh = self.bins, _bin(now, rows)
+        if bins and fresh.follows(bins[-1]) and now.at - bins[-1].at < self.interval_s:
+            bins = [*bins[:-1], bins[-1].joined(fresh)]
         else:
-            self.bins.append(fresh)
-        if len(self.bins) > MOST:
-            self.bins = _halved(self.bins)
+            bins = [*bins, fresh]
+        if len(bins) > MOST:
+            bins = _halved(bins)
+        lives = self._with(rows)
+        ended = [life for life in lives if life.ended and (life.name, life.started) not in rows]
+        if len(ended) > _MOST_LIVES:
+            ended.sort(key=lambda life: life.last)
+            gone = {(life.name, life.started) for life in ended[:-_MOST_LIVES]}
+            lives = [life for life in lives if (life.name, life.started) not in gone]
+            bins = _named(bins, lives)
+        self.bins, self.lives = bins, lives
 
     @property
     def interval_s(self) -> float:
@@ -198,54 +223,45 @@ class Timeline:
 
     def sitting(self) -> list[Bin]:
         """The bins since the dashboard last saw nothing for a quarter of an hour: a resumed run is drawn alone."""
-        for at in range(len(self.bins) - 1, 0, -1):
-            if self.bins[at].at - self.bins[at - 1].until > _PAUSE_S:
-                return self.bins[at:]
-        return self.bins
+        bins = self.bins
+        for at in range(len(bins) - 1, 0, -1):
+            if not bins[at].follows(bins[at - 1]):
+                return bins[at:]
+        return bins
 
     def _rows(self, now: Snapshot) -> dict[tuple[str, float], Process]:
         """The processes by name and start, without those that died before this sitting began."""
         bins = self.sitting()
-        began = bins[0].at if bins and now.at - bins[-1].until <= _PAUSE_S else now.at
+        began = bins[0].at if bins and 0 <= now.at - bins[-1].until <= _PAUSE_S else now.at
         return {
             (row.name, row.started): row
             for row in now.processes
             if row.at >= began - ALIVE_S or state_of(row) not in ("silent", "failed")
         }
 
-    def _live(self, rows: Mapping[tuple[str, float], Process]) -> None:
-        held = {(life.name, life.started): life for life in self.lives}
+    def _with(self, rows: Mapping[tuple[str, float], Process]) -> list[Life]:
+        """The lives, in order of their first look, as these rows tell them."""
+        found = {(life.name, life.started): life for life in self.lives}
         names = {name for name, _ in rows}
-        for key, row in rows.items():
-            life = held.get(key)
-            if life is None:
-                life = Life(name=row.name, role=row.role, host=row.host, pid=row.pid, started=row.started, last=row.at)
-                self.lives.append(life)
-            life.last = max(life.last, row.at)
-            state = state_of(row)
-            life.ended = "failed" if state == "failed" else "silent" if state == "silent" else ""
-            life.error = f"{row.error_kind}: {row.error}" if row.error else ""
-        for key, life in held.items():
+        for key, life in found.items():
             if key not in rows and not life.ended:  # a clean end removes its row; a new life replaces it
-                life.ended = "silent" if life.name in names else "cleanly"
-        self.lives = self.lives[-_MOST_LIVES:]
+                found[key] = msgspec.structs.replace(life, ended="silent" if life.name in names else "cleanly")
+        for key, row in rows.items():
+            found[key] = _life(row, found.get(key))
+        return list(found.values())
 
-    def taken(self) -> bytes | None:
-        """What to save, if it is time."""
-        if time.monotonic() - self._saved_at < _SAVE_S:
-            return None
-        self._saved_at = time.monotonic()
-        return self.encoded()
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to save."""
+        return time.monotonic() - self._saved_at >= _SAVE_S
 
-    def encoded(self) -> bytes:
-        return msgspec.json.encode(_Stored(bins=self.bins, lives=self.lives))
-
-    def save(self, data: bytes) -> None:
+    def save(self) -> None:
         """Blocking; a directory that isn't there, or can't be written, is left alone."""
+        self._saved_at = time.monotonic()
         if not self.path.parent.is_dir():
             return
         try:
-            write_atomic(self.path, data)
+            write_atomic(self.path, msgspec.json.encode(_Stored(bins=self.bins, lives=self.lives)))
         except OSError as error:
             get_logger().debug("the timeline is not saved", path=str(self.path), why=str(error))
 
@@ -255,10 +271,15 @@ class Timeline:
         if len(bins) < 2:
             return []
         first = bins[0].at
-        times = [((one.until - first) / 60, one.until) for one in bins]
+        queue = [one for one in bins if one.counted]
         found: list[Chart] = []
 
-        def chart(key: str, title: str, unit: str, about: str, lines: Mapping[str, Sequence[float]]) -> None:
+        def chart(
+            key: str, title: str, unit: str, about: str, seen: Sequence[Bin], lines: Mapping[str, Sequence[float]]
+        ) -> None:
+            if not seen:
+                return
+            times = [((one.until - first) / 60, one.until) for one in seen]
             drawn = [
                 line(name, [(minute, at, value) for (minute, at), value in zip(times, values, strict=True)])
                 for name, values in lines.items()
@@ -267,16 +288,16 @@ class Timeline:
             found.append(Chart(key=key, title=title, unit=unit, about=about, lines=coloured, x="minute"))
 
         states = {"ready": "waiting", "running": "held by a worker", "deferred": "deferred", "alone": "to run alone"}
-        jobs = {name: [one.jobs.get(state, 0) / one.looks for one in bins] for state, name in states.items()}
+        jobs = {name: [one.mean(state) for one in queue] for state, name in states.items()}
         shown = {
             name: values for name, values in jobs.items() if any(values) or name in ("waiting", "held by a worker")
         }
-        chart("queue", "Jobs", "jobs", "in the queue, and held by workers", shown)
-        oldest = {"oldest": [one.oldest_s for one in bins]}
-        chart("oldest", "Longest wait", "s", "of the job that is next, since it was enqueued", oldest)
+        chart("queue", "Jobs", "jobs", "in the queue, and held by workers", queue, shown)
+        oldest = {"oldest": [one.oldest_s for one in queue]}
+        chart("oldest", "Longest wait", "s", "of the job that is next, since it was enqueued", queue, oldest)
         counts = {"retried": "retried jobs", "dead": "dead sequences", "dropped": "dropped sequences"}
         ended = {name: [float(one.counts.get(key, 0)) for one in bins] for key, name in counts.items()}
-        chart("ended", "Retried, dead, dropped", "in all", "since the run began", ended)
+        chart("ended", "Retried, dead, dropped", "in all", "since the run began", bins, ended)
         return found
 
     def tracks(self) -> dict[str, Track]:
@@ -285,9 +306,15 @@ class Timeline:
         if not bins:
             return {}
         first, last = bins[0].at, max(bins[-1].until, bins[0].at + 1.0)
-        names = {name for one in bins for name in one.processes}
-        lives = {name: [life for life in self.lives if life.name == name and life.last >= first] for name in names}
-        return {name: _track(name, bins, lives[name], first, last) for name in names}
+        looks: dict[str, list[tuple[int, Seen]]] = defaultdict(list)  # name → with the number of the bin
+        for at, one in enumerate(bins):
+            for name, seen in one.processes.items():
+                looks[name].append((at, seen))
+        lives: dict[str, list[Life]] = defaultdict(list)
+        for life in self.lives:
+            if life.last >= first:
+                lives[life.name].append(life)
+        return {name: _track(name, bins, some, lives[name], first, last) for name, some in looks.items()}
 
 
 class Track(msgspec.Struct, kw_only=True):
@@ -314,13 +341,17 @@ class Spark(msgspec.Struct, kw_only=True):
 WIDTH, HEIGHT = 1000, 30
 
 
-def _track(name: str, bins: Sequence[Bin], lives: list[Life], first: float, last: float) -> Track:
+def _track(
+    name: str, bins: Sequence[Bin], some: Sequence[tuple[int, Seen]], lives: list[Life], first: float, last: float
+) -> Track:
+    """`some`: what was seen of it, with the number of the bin."""
     scale = WIDTH / (last - first)
-    some = [(one, one.processes[name]) for one in bins if name in one.processes]
     paths: dict[Mood, list[list[float]]] = {}
-    for at, one in enumerate(bins):
-        if (seen := one.processes.get(name)) is None:
-            continue
+    looks: dict[str, int] = {}
+    for at, seen in some:
+        one = bins[at]
+        for state, count in seen.states.items():
+            looks[state] = looks.get(state, 0) + count
         start = (one.at - first) * scale
         end = (min(bins[at + 1].at, one.until + _BLIND_S) - first) * scale if at + 1 < len(bins) else float(WIDTH)
         runs = paths.setdefault(seen.mood, [])
@@ -328,18 +359,15 @@ def _track(name: str, bins: Sequence[Bin], lives: list[Life], first: float, last
             runs[-1][1] = end
         else:
             runs.append([start, end])
-    looks = Counter[str]()
-    for _, seen in some:
-        looks.update(seen.states)
     total = sum(looks.values())
     counts = [(seen.at, seen.started, seen.count) for _, seen in some]
     busy = [(seen.at, seen.started, seen.cpu_ms) for _, seen in some]
-    memory = [(one.until, float(seen.memory)) for one, seen in some if seen.memory is not None]
+    memory = [(bins[at].until, float(seen.memory)) for at, seen in some if seen.memory is not None]
     return Track(
         name=name,
         paths={each: "".join(f"M{a:.0f} 0h{max(b - a, 2):.0f}" for a, b in runs) for each, runs in paths.items()},
         starts=[round(max(0.0, (life.started - first) * scale), 1) for life in lives[1:]],
-        shares=[(state, count / total) for state, count in looks.most_common()],
+        shares=[(state, count / total) for state, count in Counter(looks).most_common()],
         rate=_spark(rates(counts), first, scale),
         cpu=_spark([(at, value / 10) for at, value in rates(busy)], first, scale),  # ms per s → per cent
         memory=_spark(memory, first, scale),
@@ -387,6 +415,34 @@ def _bin(now: Snapshot, rows: Mapping[tuple[str, float], Process]) -> Bin:
         oldest_s=(depth.oldest_s or 0.0) if depth else 0.0,
         counts={"retried": now.redelivered_jobs, "dead": now.dead, "dropped": now.dropped},
         processes={name: _seen(row, now) for (name, _), row in rows.items()},
+        queue_looks=int(depth is not None),
+    )
+
+
+def _named(bins: Sequence[Bin], lives: Iterable[Life]) -> list[Bin]:
+    """The bins with the processes that have a life."""
+    known = {life.name for life in lives}
+    return [
+        one
+        if one.processes.keys() <= known
+        else msgspec.structs.replace(
+            one, processes={name: seen for name, seen in one.processes.items() if name in known}
+        )
+        for one in bins
+    ]
+
+
+def _life(row: Process, before: Life | None) -> Life:
+    state = state_of(row)
+    return Life(
+        name=row.name,
+        role=row.role,
+        host=row.host,
+        pid=row.pid,
+        started=row.started,
+        last=max(before.last, row.at) if before else row.at,
+        ended="failed" if state == "failed" else "silent" if state == "silent" else "",
+        error=f"{row.error_kind}: {row.error}" if row.error else "",
     )
 
 
@@ -413,7 +469,7 @@ def _halved(bins: Sequence[Bin]) -> list[Bin]:
     at = 0
     while at < len(bins):
         pair = bins[at : at + 2]
-        if len(pair) == 2 and pair[1].at - pair[0].until <= _PAUSE_S:
+        if len(pair) == 2 and pair[1].follows(pair[0]):
             found.append(pair[0].joined(pair[1]))
             at += 2
         else:

@@ -31,6 +31,7 @@ _IN_COLUMNS = {
     "owner", "engine", "repeat_terminate", "version", "running", "tokens", "memory_bytes", "cpu_ms", "url", "metrics",
 }  # fmt: skip
 _CLASSES = {"working": "calm", "waiting": "", "failed": "bad", "silent": "bad", "ended": "", "died": "bad"}
+_LIVE = ("working", "waiting")
 _ENDED = {"": "ended", "cleanly": "ended", "failed": "failed", "silent": "died"}
 _SHARES = 3  # states named per process
 _SHOWN = 24
@@ -54,9 +55,14 @@ class Line(NamedTuple):
     unit: str  # of its rate
     facts: dict[str, Any]  # those that are not shown elsewhere
 
+    @property
+    def is_live(self) -> bool:
+        """Whether what it last told is of now."""
+        return self.state in _LIVE
+
 
 @router.get("/workers")
-async def workers(request: Request) -> Response:
+def workers(request: Request) -> Response:  # in a thread: many processes take a while to draw
     """The page, with the newest snapshot."""
     return render(request, "workers.html.j2", **_parts(monitor_of(request)))
 
@@ -101,7 +107,7 @@ def _line(name: str, row: Process | None, track: Track | None, held: Holder | No
         says=says,
         css=_CLASSES[state],
         shares=_shares(track),
-        holds=_holds(facts, held),
+        holds=_holds(facts if state in _LIVE else {}, held),
         restarts=max(0, len(track.lives) - 1) if track else 0,
         unit=UNITS.get(role, ""),
         facts={name: value for name, value in facts.items() if name not in _IN_COLUMNS},

@@ -334,7 +334,7 @@ class RunCurves:
             key="endings",
             title="Endings",
             unit="share",
-            about="of the sequences whose last token is from a version",
+            about="how sequences ended, by the weight version of their last token",
             lines=self._endings(index),
         )
 

@@ -1,7 +1,7 @@
 """Detailed state of a run: queue, leases, streams, and what waits for what. For `sluice status`.
 
 - It writes nothing, so a read-only Redis user is enough.
-- Its cost doesn't grow with the queue: members are counted by score, and at most `_MOST` of them are read.
+- Its cost doesn't grow with the queue: members are counted by score, and at most `MOST_JOBS` of them are read.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from redis.exceptions import ResponseError
 
 from sluice.pipeline.broker.scripts.library import FAR_MS
 from sluice.pipeline.errors import MessageError
-from sluice.pipeline.status.snapshot import BrokerUse, Depth, Holder, Lag, Lease, Reading, Snapshot, snapshot
+from sluice.pipeline.status.snapshot import MOST_JOBS, BrokerUse, Depth, Holder, Lag, Lease, Reading, Snapshot, snapshot
 from sluice.pipeline.status.stalls import stalls
 from sluice.pipeline.wire.codec import integer_or, shown
 from sluice.pipeline.wire.keys import BATCH_GROUP, RESULT_GROUP, SCORE_GROUP, Keys
 from sluice.pipeline.wire.messages import WeightVersion, decode
 
-_MOST = 1000
 _SHOWN = 20
 _FIELDS = ("owner", "worker", "attempt", "at", "n", "ndone", "shared", "deaths", "alone", "since")
 
@@ -41,7 +40,7 @@ async def inspect(client: Redis, keys: Keys, partitions: int) -> Snapshot:
 
 
 async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot, read: Reading) -> list[Lease]:
-    """Sets the depth; returns the leases of the first `_MOST` jobs that aren't ready."""
+    """Sets the depth; returns the leases of the first `MOST_JOBS` jobs that aren't ready."""
     now_ms = now.at * 1000
     later, before = f"({now_ms}", f"({FAR_MS}"
     pipe: Any = client.pipeline(transaction=False)
@@ -49,7 +48,7 @@ async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot, read: Reading
     pipe.zcount(keys.jobs, later, before)
     pipe.zcard(keys.leases)
     pipe.zcard(keys.alone)
-    pipe.zrangebyscore(keys.jobs, later, before, start=0, num=_MOST, withscores=True)
+    pipe.zrangebyscore(keys.jobs, later, before, start=0, num=MOST_JOBS, withscores=True)
     pipe.zrangebyscore(keys.jobs, "-inf", now_ms, start=0, num=1, withscores=True)
     names = [keys.jobs, keys.jobs, keys.leases, keys.alone, keys.jobs, keys.jobs]
     answers = map(read.answer, names, cast("list[Any]", await pipe.execute(raise_on_error=False)))
@@ -77,7 +76,7 @@ async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot, read: Reading
         deferred=max(0, int(waiting) - int(running)),
         alone=int(alone),
         oldest_s=_since(since, now_ms),
-        seen_all=int(waiting) <= _MOST,
+        seen_all=int(waiting) <= MOST_JOBS,
     )
     return leases
 

@@ -20,7 +20,7 @@ _BUSY, _EQUAL = 0.5, 0.1
 
 
 class Rates:
-    """`per_s` and `series` take names of COUNTS."""
+    """`per_s` and `series` take names of COUNTS. One task adds; any thread may read."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, dict[str, int]]] = deque(maxlen=_POINTS + 1)  # Unix s, counts
@@ -49,12 +49,13 @@ class Rates:
 
         Empty if every role mostly waits, or too little was seen.
         """
-        if len(self._busy) < _LEAST_POINTS:
+        busy = list(self._busy)
+        if len(busy) < _LEAST_POINTS:
             return []
-        roles: list[RoleName] = [role for role in PARTICIPANTS if role in self._busy[-1]]
+        roles: list[RoleName] = [role for role in PARTICIPANTS if role in busy[-1]]
         shares: dict[RoleName, float] = {}
         for role in roles:
-            shares[role] = sum(seen.get(role, 0.0) for seen in self._busy) / len(self._busy)
+            shares[role] = sum(seen.get(role, 0.0) for seen in busy) / len(busy)
         most = max(shares.values(), default=0.0)
         return [role for role, share in shares.items() if share >= max(_BUSY, most - _EQUAL)]
 
@@ -68,12 +69,13 @@ class Rates:
 
     def per_s(self, name: str, window_s: float = 15.0) -> float:
         """Over the snapshots of the last `window_s`; 0 before the second one."""
-        if len(self._seen) < 2:
+        seen = list(self._seen)
+        if len(seen) < 2:
             return 0.0
-        last_at, last = self._seen[-1]
-        first_at, first = next((look for look in self._seen if last_at - look[0] <= window_s), self._seen[-2])
+        last_at, last = seen[-1]
+        first_at, first = next((look for look in seen if last_at - look[0] <= window_s), seen[-2])
         if first_at == last_at:  # snapshots are further apart than the window
-            first_at, first = self._seen[-2]
+            first_at, first = seen[-2]
         return (last[name] - first[name]) / (last_at - first_at)
 
     @property

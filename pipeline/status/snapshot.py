@@ -22,8 +22,12 @@ from sluice.pipeline.wire.keys import Keys, type_of
 _FULL = 0.99
 
 
+MOST_JOBS = 1000
+"""An inspection reads that many of the jobs that aren't ready."""
+
+
 class Depth(msgspec.Struct, kw_only=True):
-    """Jobs in the queue; if `seen_all` is false, leases and attempts cover the first 1000 only."""
+    """Jobs in the queue; if `seen_all` is false, leases, attempts and holders cover the first MOST_JOBS only."""
 
     ready: int = 0
     running: int = 0  # leased
@@ -49,7 +53,7 @@ class Lease(msgspec.Struct, kw_only=True):
 
 
 class Holder(msgspec.Struct, kw_only=True):
-    """What one worker holds, of the first 1000 leases."""
+    """What one worker holds, of the first MOST_JOBS jobs."""
 
     worker: str
     jobs: int = 0
@@ -210,6 +214,11 @@ class Snapshot(msgspec.Struct, kw_only=True):
         """Processes of a role with a fresh heartbeat."""
         now = time.time()
         return [row for row in self.processes if row.role == role and row.ended_at is None and now - row.at < ALIVE_S]
+
+    @property
+    def first_jobs(self) -> int | None:
+        """How many jobs the leases, attempts and holders are of; None if of all."""
+        return None if self.depth is None or self.depth.seen_all else MOST_JOBS
 
     @property
     def version_lag(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import pytest
 
 from sluice.consumers.dashboard import timeline
@@ -115,15 +116,51 @@ def test_a_killed_process_died_and_one_that_left_ended(seen: Timeline) -> None:
     assert ended == {("worker-0", 1.0): "silent", ("worker-0", 10.5): "", ("consumer-0", 1.0): "cleanly"}
 
 
+def test_the_living_are_never_forgotten_and_the_last_to_end_are_kept(seen: Timeline) -> None:
+    many = timeline._MOST_LIVES + 50
+
+    def living(at: float, started: float) -> list[Process]:
+        return [row(at, f"worker-{number}", started=started) for number in range(many)]
+
+    seen.add(look(10.0, *living(10.0, 1.0)))
+    seen.add(look(11.0, *living(11.0, 10.5)))  # all of them have been restarted
+    assert sum(not life.ended for life in seen.lives) == many
+    assert len(seen.lives) == many + timeline._MOST_LIVES
+    assert sum(len(track.lives) for track in seen.tracks().values()) == len(seen.lives)
+
+
+def test_a_name_is_drawn_as_long_as_a_life_of_it_is_known(tmp_path: Path, seen: Timeline) -> None:
+    times = range(1000, 1000 + 2 * timeline._MOST_LIVES)
+    for at in times:  # each lives for one look
+        seen.add(look(at, row(at, "worker-0"), row(at, f"trainer-{at}")))
+    known = {life.name for life in seen.lives}
+    assert len(known) <= timeline._MOST_LIVES + 2
+    assert {"worker-0", f"trainer-{times[-1]}"} < known, "the newest, and who still lives"
+    assert {name for one in seen.bins for name in one.processes} == set(seen.tracks()) == known
+    assert seen.tracks()["worker-0"].paths == {"working": "M0 0h1000"}
+    seen.lives = seen.lives[:1]
+    seen.save()
+    assert set(Timeline(tmp_path).tracks()) == {"worker-0"}, "a file of an older release may have more"
+
+
+def test_what_a_reader_took_does_not_change(seen: Timeline) -> None:
+    seen.add(look(1000.0, row(1000.0)))
+    bins, lives = seen.bins, seen.lives
+    for at in range(1, 2 * MOST):
+        seen.add(look(1000.0 + at))
+    assert (len(bins), bins[0].looks, list(bins[0].processes)) == (1, 1, ["worker-0"])
+    assert [life.ended for life in lives] == [""]
+
+
 def test_it_is_kept_and_continued(tmp_path: Path, seen: Timeline) -> None:
     seen.add(look(10.0, row(10.0, facts={"tokens": 5})))
-    seen.save(seen.encoded())
+    seen.save()
     again = Timeline(tmp_path)
     assert (again.bins, again.lives) == (seen.bins, seen.lives)
     again.add(look(11.0, row(11.0)))
     assert len(again.bins) == 2
     assert Timeline(tmp_path / "none").bins == []
-    Timeline(tmp_path / "none").save(b"{}")
+    Timeline(tmp_path / "none").save()
     assert not (tmp_path / "none").exists(), "only a run that keeps a history has the directory"
 
 
@@ -143,6 +180,45 @@ def test_a_resumed_run_is_drawn_alone_and_the_pause_costs_no_bins(seen: Timeline
     assert seen.sitting()[0].at == 90_000.0
     assert len(seen.bins) <= MOST
     assert seen.bins[0].at == 1000.0
+
+
+def test_a_clock_that_steps_back_begins_another_sitting(seen: Timeline) -> None:
+    for at in (1000.0, 1001.0, 500.0, 501.0, 502.0):
+        seen.add(look(at, row(at)))
+    assert [(one.at, one.until) for one in seen.sitting()] == [(500.0, 500.0), (501.0, 501.0), (502.0, 502.0)]
+    for at in range(503, 503 + MOST):
+        seen.add(look(at, row(at)))
+    assert len(seen.bins) <= MOST
+    assert [one.at for one in seen.bins if one.at >= 1000.0] == [1000.0], "neither lost nor joined with the others"
+    assert seen.sitting()[0].at == 500.0
+    assert all(one.at <= one.until for one in seen.bins)
+
+
+def test_a_resumed_run_does_not_join_a_long_bin_of_the_one_before(seen: Timeline) -> None:
+    day = 24 * 3600.0
+    for at in range(0, int(5 * day), 600):
+        seen.add(look(1000.0 + at, row(1000.0 + at)))
+    assert seen.interval_s > timeline._PAUSE_S
+    resumed = seen.bins[-1].until + timeline._PAUSE_S + 1
+    seen.add(look(resumed, row(resumed)))
+    assert [one.at for one in seen.sitting()] == [resumed]
+
+
+def test_a_look_without_the_queue_does_not_empty_a_bin(seen: Timeline) -> None:
+    for at in range(2 * MOST):
+        seen.add(look(1000.0 + at, depth=None if at % 2 else Depth(ready=8, running=4, oldest_s=1.5)))
+    queue, oldest, ended = seen.charts()
+    assert {one.name: set(one.values) for one in queue.lines} == {"waiting": {8.0}, "held by a worker": {4.0}}
+    assert set(oldest.lines[0].values) == {1.5}
+    assert len(ended.lines[0].values) == len(seen.bins)
+
+
+def test_bins_of_before_they_counted_looks_at_the_queue_are_means(tmp_path: Path) -> None:
+    old = [[at, at + 1.0, 2, {"ready": 8}, 1.5, {}, {}] for at in (10.0, 12.0)]
+    (tmp_path / timeline.NAME).write_bytes(msgspec.json.encode({"bins": old, "lives": []}))
+    seen = Timeline(tmp_path)
+    assert seen.charts()[0].lines[0].values == [4.0, 4.0]
+    assert seen.bins[0].joined(seen.bins[1]).mean("ready") == 4.0
 
 
 def test_more_pauses_than_bins_drop_the_oldest(seen: Timeline) -> None:
