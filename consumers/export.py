@@ -95,10 +95,14 @@ class Exports:
         self.left_out[rule] += 1
         self.first.setdefault(rule, f"{one.sample.seq_id}{why and ': '}{why}")
 
+    def reasons(self) -> dict[str, str]:
+        """What was left out, by rule. Names no file and no sequence: the card, which is published, has it too."""
+        return {rule: f"{count} left out: {LEFT_OUT[rule]}" for rule, count in self.left_out.items()}
+
     def lines(self) -> Iterator[str]:
         """What was left out or can't be expressed, for the terminal."""
-        for rule, count in self.left_out.items():
-            yield f"{count} left out: {LEFT_OUT[rule]}; first: {self.first[rule]}"
+        for rule, reason in self.reasons().items():
+            yield f"{reason}; first: {self.first[rule]}"
         if self.weighted:
             yield f"{self.weighted} have weights other than 0 and 1; labels cannot express those: they count as 1"
         if self.reread:
@@ -154,7 +158,7 @@ def export_run(
             _write(to, rows, path, done, images)
         if to == "datasets":
             told = {
-                "left_out": list(done.lines()),
+                "left_out": list(done.reasons().values()),
                 "license": license,
                 "command": _command(directory, out, kind, images, license),
             }

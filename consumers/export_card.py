@@ -142,7 +142,7 @@ def card(
         "## Columns\n",
         _table(("column", "type", "what it is"), columns),
         "## What was left out\n",
-        "".join(f"- {line}\n" for line in [*left_out, *_elsewhere(num, directory)]) or "Nothing that is known of.\n",
+        "".join(f"- {line}\n" for line in [*left_out, *_elsewhere(num, directory)]) or "Nothing, as far as is known.\n",
         "## Licence\n",
         _licence(license),
         "## Made by\n",
@@ -182,7 +182,8 @@ def _elsewhere(num: int, directory: Path) -> Iterator[str]:
     with closing(HistoryReader(directory / HISTORY)) as reader:
         totals = reader.totals()
     if totals["handed_on"] > num:
-        yield f"reached the trainer, and dropped by it, not trained yet or named above: {totals['handed_on'] - num:,}"
+        words = "handed to the trainer but not in these rows (dropped by it, not trained yet, or counted above)"
+        yield f"{words}: {totals['handed_on'] - num:,}"
     for state, words, option in (("dropped", "dropped on the way to the trainer", " --dropped"), ("dead", "died", "")):
         if totals[state]:
             yield f"{words}: {totals[state]:,}; `sluice dlq list{option}` names the reasons"
@@ -209,7 +210,7 @@ def _numbers(facts: Facts) -> str:
 
 def _licence(license: str | None) -> str:
     if license is not None:
-        return f"`{license}`, as chosen by who exported it.\n"
+        return f"`{license}`, chosen at export.\n"
     return (
         "None was chosen. What applies depends on the prompts, on the model and on you: name it as `license` in the "
         "header before you publish this, or export with `--license`.\n"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sluice.consumers.history.curves import LineFile, Score, score_of
 from sluice.demo.heldout import SEED
 from sluice.demo.kill_cost import Kill
 from sluice.demo.tasks import DemoTask
@@ -39,6 +39,7 @@ class Drill:
     def __init__(self, task: DemoTask, config: Config, evals: Path, *, kill: bool) -> None:
         self.task, self.config, self.evals = task, config, evals
         self.kill: Kill | None = None
+        self._scores = LineFile(evals, score_of)
         self.timeline: list[Moment] = []
         self._armed = kill and config.worker.count > 1
         self._started = time.monotonic()
@@ -49,11 +50,10 @@ class Drill:
         arguments = [self.task.name, str(versions), str(self.evals), str(self.task.num_followed), str(SEED)]
         return {"evaluator": [sys.executable, "-m", "sluice.demo.evaluator", *arguments]}
 
-    def scores(self) -> list[dict[str, float]]:
-        """Held-out scores so far, by version."""
-        if not self.evals.exists():
-            return []
-        return [json.loads(line) for line in self.evals.read_text().splitlines() if line.endswith("}")]
+    def scores(self) -> list[Score]:
+        """Held-out scores so far, as they were written. Others may append theirs to the file: those are left out."""
+        self._scores.refresh()
+        return [score for score in self._scores.rows if self.task.metric in score.values]
 
     async def watch(self, now: Snapshot, supervisor: Supervisor, progress: Progress) -> None:
         """Update timeline and score, and kill the worker when it's time."""
@@ -61,8 +61,8 @@ class Drill:
         self.timeline.append(Moment(at_s, time.time(), now.tokens, now.committed, now.trained, now.latest_version or 0))
         scores = self.scores()
         if scores:
-            score, version = scores[-1][self.task.metric], scores[-1]["version"]
-            progress.extra[self.task.metric_title] = f"{score:.2f} (v{version:.0f})"
+            newest = scores[-1]
+            progress.extra[self.task.metric_title] = f"{newest.values[self.task.metric]:.2f} (v{newest.version})"
         if self._armed and self._is_time(now):
             self._armed = False
             killed_at = time.time()

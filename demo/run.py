@@ -7,6 +7,7 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,8 +28,9 @@ from sluice.demo.report import Report
 from sluice.demo.tasks import DemoTask
 from sluice.demo.tiny.warm_start import WarmStartProgress
 from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.run.stack import run_stack
-from sluice.pipeline.terminal import print_json
+from sluice.pipeline.terminal import complain, print_json
 
 SCHEMA = 1
 _KEEP_RUNS = 3
@@ -85,12 +87,10 @@ def _run(task: DemoTask, directory: Path, options: Options) -> tuple[int, dict[s
     summary |= {"mid_sequence_updates": len(landed.versions)} if landed else {}
     summary |= _rollouts(task, run_dir)
     summary |= {"pipeline_s": round(pipeline_s, 1), "wall_s": round(time.monotonic() - started, 1)}
-    _keep_ends(drill, heldout, versions)
-    cost = None if drill.kill is None else kill_cost(run_dir / "history", drill.kill)
-    summary |= {} if cost is None else _cost(cost)
+    cost = kill_cost_of(task, run_dir, drill)
+    summary |= cost_keys(cost)
     told = Report(task, summary, drill, heldout.problems[:SHOWN], cost, landed)
-    page = report.write(run_dir, told)
-    _print(task, summary, cost, page, usual=options.prompts is None)
+    tell(run_dir, told, heldout, usual=options.prompts is None)
     return 0 if not summary["lost"] and not summary["duplicated"] else 1, summary
 
 
@@ -151,9 +151,29 @@ def _rollouts(task: DemoTask, run_dir: Path) -> dict[str, float]:
     return {"rollouts_last": round(fmean(found[-_LAST_STEPS:]), 4)} if found else {}
 
 
-def _keep_ends(drill: Drill, heldout: Heldout, last: int) -> None:
+def tell(run_dir: Path, told: Report, heldout: Heldout, *, usual: bool) -> None:
+    """Print the result, and then write the report, which may fail: the run is over, and its result stands."""
+    _print(told.task, told.summary, told.cost, usual=usual)
+    with _or_note("the report"):
+        keep_ends(told.drill, heldout, told.summary["versions"])
+        _write_report(run_dir, told)
+
+
+@contextlib.contextmanager
+def _or_note(what: str) -> Generator[None]:
+    try:
+        yield
+    except (OSError, SluiceError) as error:
+        complain(f"without {what}: {error}")
+
+
+def _write_report(run_dir: Path, told: Report) -> None:
+    print(f"report: {report.write(run_dir, told)}", file=sys.stderr)
+
+
+def keep_ends(drill: Drill, heldout: Heldout, last: int) -> None:
     """Add the warm start and the last version to the curve and the answers, where the evaluator came too late."""
-    known = {score["version"] for score in drill.scores()}
+    known = {score.version for score in drill.scores()}
     ends = ((0, heldout.before, drill.timeline[0]), (last, heldout.after, drill.timeline[-1]))
     for version, found, moment in ends if drill.timeline else ():
         if version not in known:
@@ -176,16 +196,26 @@ def _report_stopped(task: DemoTask, run_dir: Path, drill: Drill, pipeline_s: flo
         "versions": now.latest_version or 0,
         "pipeline_s": round(pipeline_s, 1),
     }
-    cost = None if drill.kill is None else kill_cost(run_dir / "history", drill.kill)
-    problems = task.heldout(SHOWN, SEED)
-    page = report.write(run_dir, Report(task, summary | _rollouts(task, run_dir), drill, problems, cost, stopped=True))
-    print(
-        f"stopped early, so there are no final scores; a new demo starts from the beginning\nreport: {page}",
-        file=sys.stderr,
-    )
+    print("stopped early, so there are no final scores; a new demo starts from the beginning", file=sys.stderr)
+    with _or_note("the report"):
+        cost, problems = kill_cost_of(task, run_dir, drill), task.heldout(SHOWN, SEED)
+        summary |= _rollouts(task, run_dir)
+        _write_report(run_dir, Report(task, summary, drill, problems, cost, stopped=True))
 
 
-def _cost(cost: KillCost) -> dict[str, Any]:
+def kill_cost_of(task: DemoTask, run_dir: Path, drill: Drill) -> KillCost | None:
+    """None if nobody was killed, and if the history doesn't tell."""
+    if drill.kill is None or task.calls_leave_no_log:
+        return None
+    with _or_note("the cost of the kill"):
+        return kill_cost(run_dir / "history", drill.kill)
+    return None
+
+
+def cost_keys(cost: KillCost | None) -> dict[str, Any]:
+    """Of the summary; none if the cost isn't known."""
+    if cost is None:
+        return {}
     return {
         "kill_jobs": len(cost.jobs),
         "kill_wait_s": round(cost.wait_s, 3),
@@ -204,7 +234,7 @@ def _prune(runs: Path, task: DemoTask) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _print(task: DemoTask, summary: dict[str, Any], cost: KillCost | None, page: Path, *, usual: bool) -> None:
+def _print(task: DemoTask, summary: dict[str, Any], cost: KillCost | None, *, usual: bool) -> None:
     before, after = (summary[f"{task.metric}_{name}"] for name in ("warm", "final"))
     updates = summary.get("mid_sequence_updates")
     last = summary.get("rollouts_last")
@@ -218,9 +248,8 @@ def _print(task: DemoTask, summary: dict[str, Any], cost: KillCost | None, page:
         f"{summary['enqueued']} sequences enqueued = {summary['trained']} trained + {summary['dead']} dead "
         f"+ {summary['dropped']} dropped; {summary['lost']} lost, {summary['duplicated']} trained twice "
         f"({summary['worker_kills']} worker killed on the way)\n"
-        f"{'' if task.calls_leave_no_log else _cost_line(cost)}"
-        f"pipeline {summary['pipeline_s']:.0f} s, in all {summary['wall_s']:.0f} s\n"
-        f"report: {page}",
+        f"{_cost_line(cost)}"
+        f"pipeline {summary['pipeline_s']:.0f} s, in all {summary['wall_s']:.0f} s",
         file=sys.stderr,
     )
 

@@ -13,12 +13,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 BUILD_LIMIT_S = 600
+MARKER = ".sluice-site"  # in every site that this script made: only those are replaced
 SHOWN_BYTES = 64 * 1024  # a larger file is offered as it is: highlighted, it would be slow to open
 
 # The navigation: a caption and its pages, as docs/README.md sorts them.
@@ -173,11 +175,33 @@ def stage(into: Path, paths: Mapping[str, Sequence[str]] = PATHS) -> set[Path]:
     return done
 
 
+def _check_replaceable(out: Path, root: Path) -> None:
+    """Raises SiteError if replacing `out` would delete anything but a site of this script."""
+    is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    if root.is_relative_to(out) or not (is_free or (out / MARKER).is_file()):
+        raise SiteError(f"{out} is no site that this script made; name another folder with --out, or empty it first")
+
+
+def put(made: Path, out: Path, root: Path = ROOT) -> None:
+    """Move a site to `out`, in place of an older one. Raises SiteError if something else is there."""
+    _check_replaceable(out, root)
+    (made / MARKER).write_text("scripts/docs_site.py made this folder, and replaces all of it.\n")
+    if out.exists():
+        shutil.rmtree(out)
+    made.rename(out)
+
+
 def build(out: Path) -> None:
-    """Build the site into `out`. Raises SiteError where Sphinx finds something broken."""
-    source = out.parent / (out.name + "-source")
-    for folder in (source, out):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Build the site into `out`. Raises SiteError where Sphinx finds something broken, and leaves `out` as it was."""
+    _check_replaceable(out, ROOT)  # before the work, and again after it
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{out.name}-", dir=out.parent) as work:
+        made = Path(work) / "site"
+        _render(Path(work) / "source", made)
+        put(made, out)
+
+
+def _render(source: Path, out: Path) -> None:
     stage(source)
     (source / "static").mkdir()
     shutil.copyfile(DOCS / "site/site.css", source / "static/site.css")

@@ -166,7 +166,8 @@ def _step(line: dict[str, Any]) -> Step:
     return Step(int(line["step"]), int(line["version"]), float(line["at"]), values)
 
 
-def _score(line: dict[str, Any]) -> Score:
+def score_of(line: dict[str, Any]) -> Score:
+    """Of a line of evals.jsonl. Raises KeyError, TypeError, ValueError without its version or time."""
     values = {key: number for key, number in _numbers(line).items() if key not in ("version", "at", "step")}
     return Score(int(line["version"]), float(line["at"]), values)
 
@@ -184,7 +185,7 @@ class RunCurves:
 
     def __init__(self, directory: Path, index: HistoryIndex | None = None) -> None:
         self.directory, self._index = directory, index
-        self._steps, self._scores = LineFile(directory / METRICS, _step), LineFile(directory / EVALS, _score)
+        self._steps, self._scores = LineFile(directory / METRICS, _step), LineFile(directory / EVALS, score_of)
         self._lock = threading.Lock()
         self.drawn: list[Chart] = []  # as of the last `charts`
         self._stamp: object = None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.docs_site import DOCS, PATHS, ROOT, SiteError, rewritten, stage, staged
+from scripts.docs_site import DOCS, PATHS, ROOT, SiteError, build, put, rewritten, stage, staged
 from tests.e2e.docs_pages import anchors
 
 _LINK = re.compile(r"""\]\(([^)\s]+)\)|\s(?:src|srcset|href)="([^"]+)""")
@@ -81,3 +81,45 @@ def test_a_link_to_no_file_is_named_with_its_page() -> None:
         rewritten("[a](gone.md#x)", DOCS / "tour.md", set())
     with pytest.raises(SiteError, match="names no file of the repository"):
         rewritten("[a](../../outside.md)", DOCS / "tour.md", set())
+
+
+def a_site(folder: Path, text: str) -> Path:
+    folder.mkdir()
+    (folder / "index.html").write_text(text)
+    return folder
+
+
+def test_a_site_replaces_an_older_one_and_an_empty_folder(tmp_path: Path) -> None:
+    out = tmp_path / "site"
+    out.mkdir()
+    put(a_site(tmp_path / "a", "first"), out)
+    (out / "gone.html").touch()
+    put(a_site(tmp_path / "b", "second"), out)
+    assert (out / "index.html").read_text() == "second"
+    assert not (out / "gone.html").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["site"]
+
+
+def test_what_is_no_site_is_never_replaced(tmp_path: Path) -> None:
+    kept = tmp_path / "mine"
+    kept.mkdir()
+    (kept / "notes.txt").write_text("mine")
+    made = a_site(tmp_path / "made", "new")
+    for write in (build, lambda out: put(made, out)):
+        for out in (kept, kept / "notes.txt"):
+            with pytest.raises(SiteError, match=f"{out} is no site that this script made; name another"):
+                write(out)
+    assert (kept / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "mine"]
+
+
+def test_the_repository_is_never_inside_what_is_replaced(tmp_path: Path) -> None:
+    for out in (ROOT, DOCS, ROOT.parent, Path("/")):
+        with pytest.raises(SiteError, match="is no site that this script made"):
+            build(out)
+    repository = tmp_path / "site/repository"
+    put(a_site(tmp_path / "made", "first"), repository.parent)
+    repository.mkdir()
+    with pytest.raises(SiteError, match="is no site that this script made"):
+        put(a_site(tmp_path / "new", "second"), repository.parent, root=repository)
+    assert repository.is_dir()

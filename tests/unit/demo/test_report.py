@@ -24,13 +24,16 @@ from sluice.demo.drill import Drill
 from sluice.demo.heldout import Heldout
 from sluice.demo.mid_sequence import MidSequence
 from sluice.demo.report import Report
+from sluice.demo.run import cost_keys, keep_ends, kill_cost_of, tell
 from sluice.demo.tasks import load_task
 from sluice.demo.tools.demonstrations import worked
 from sluice.demo.tools.evaluate import Conversation
 from sluice.demo.tools.problems import Problem
-from sluice.pipeline.config.types import Config, DataConfig, RolloutConfig
+from sluice.pipeline.config.types import Config, DataConfig, RolloutConfig, UpConfig
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.queue import job_id_for, rollout_group_for
+from sluice.pipeline.run.progress_panel import Progress
+from sluice.pipeline.run.supervisor import Supervisor
 from sluice.pipeline.status.snapshot import Snapshot
 from tests.demo_runs import inlined, report_of, without_scripts, written
 
@@ -171,7 +174,7 @@ def test_the_kill_is_a_mark_on_the_curves_and_a_sentence(tmp_path: Path) -> None
     assert (mark["name"], mark["step"], mark["at"]) == ("worker-1 killed", 3.0, 1003.5)
     assert "<b>worker-1</b> got a SIGKILL 0:04 into the run and held 2 jobs." in text
     assert "began 0.6 s after the kill, on worker-0." in text
-    assert "16 tokens were decoded by them; about 3 of these for the second time" in text
+    assert "They decoded 16 tokens, about 3 of them for the second time" in text
     assert text.count('<rect class="died"') == text.count('<rect class="again"') == 2
 
 
@@ -184,10 +187,69 @@ def test_a_run_without_a_kill_says_so(tmp_path: Path) -> None:
 
 def test_what_cannot_be_known_of_a_kill_is_said(tmp_path: Path) -> None:
     told = report_of(tmp_path, load_task("tools"), killed=True)
-    assert told.cost is not None
-    text = written(tmp_path, replace(told, cost=replace(told.cost, jobs=[])))
+    text = written(tmp_path, replace(told, cost=kill_cost_of(told.task, tmp_path, told.drill)))
     assert "while 2 sequences were running in it" in text
     assert "calls of agent rollouts" in text
+
+
+def test_an_unknown_cost_of_a_kill_has_no_keys(tmp_path: Path) -> None:
+    for name, known in (("tools", False), ("digits", True)):
+        told = report_of(tmp_path, load_task(name), killed=True)
+        found = cost_keys(kill_cost_of(told.task, tmp_path, told.drill))
+        assert ("kill_jobs" in found) is known
+        assert bool(found) is known
+    told = report_of(tmp_path, load_task("digits"))
+    assert cost_keys(kill_cost_of(told.task, tmp_path, told.drill)) == {}
+
+
+def test_a_history_that_cannot_be_read_costs_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = report_of(tmp_path, load_task("digits"), killed=True)
+    (tmp_path / "history").mkdir()
+    (tmp_path / "history/consumer-0.sqlite").write_text("no database" * 100)
+    assert kill_cost_of(told.task, tmp_path, told.drill) is None
+    assert "without the cost of the kill: " in capsys.readouterr().err
+    (tmp_path / "history/consumer-0.sqlite").unlink()
+    assert "so what the kill cost is not known" in written(tmp_path, replace(told, cost=None))
+
+
+def test_the_result_is_told_before_a_report_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, heldout = finished(tmp_path)
+    (tmp_path / "report.html").mkdir()
+    tell(tmp_path, told, heldout, usual=True)
+    said = capsys.readouterr().err
+    assert "0.10 → 0.90 over 8 weight versions" in said
+    assert "0 lost, 0 trained twice" in said
+    assert said.index("trained twice") < said.index("without the report: ")
+    assert "report.html" in said.splitlines()[-1]
+
+
+def test_the_result_ends_with_the_reports_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told, heldout = finished(tmp_path)
+    tell(tmp_path, told, heldout, usual=True)
+    assert capsys.readouterr().err.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
+
+
+def finished(run_dir: Path) -> tuple[Report, Heldout]:
+    told = report_of(run_dir, load_task("arithmetic"))
+    problems = told.task.heldout(told.task.num_heldout, 0)
+    return told, Heldout(problems, [""] * len(problems), [one.worked for one in problems])
+
+
+async def test_scores_of_others_in_the_same_file_are_left_alone(tmp_path: Path) -> None:
+    told, heldout = finished(tmp_path)
+    drill, metric = told.drill, told.task.metric
+    with (tmp_path / "evals.jsonl").open("w") as stream:
+        stream.write(json.dumps({"version": 4, "at": 1.0, metric: 0.5}) + "\n")
+        for other in ({"version": 8, "at": 2.0, "bleu": 0.3}, {"version": 8, "at": 2.0, metric: None}, {metric: 1}, 7):
+            stream.write(json.dumps(other) + "\n")
+        stream.write("{not JSON}\n")
+    supervisor, progress = Supervisor(UpConfig(), tmp_path, {}), Progress("demo")
+    await drill.watch(Snapshot(run="r", state="running"), supervisor, progress)
+    assert progress.extra == {told.task.metric_title: "0.50 (v4)"}
+    keep_ends(drill, heldout, 8)
+    assert [(one.version, one.values[metric]) for one in drill.scores()] == [(4, 0.5), (0, 0.0), (8, 1.0)]
 
 
 def test_lost_sequences_are_the_headline(tmp_path: Path) -> None:

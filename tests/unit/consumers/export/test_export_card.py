@@ -53,6 +53,7 @@ def test_datasets_reads_the_directory_with_its_card(tmp_path: Path) -> None:
     assert "sluice export run --to datasets --license apache-2.0 --out out" in text
     assert "elsewhere" not in text, "of paths only the last part is told"
     assert "the run kept no history" in text
+    assert "`apache-2.0`, chosen at export." in text
     assert "`tiny`" in text
     assert "`prompts.jsonl`" in text
 
@@ -71,7 +72,7 @@ async def test_endings_versions_and_the_configuration_are_those_of_the_run(tmp_p
     (run / "versions.json").write_text(json.dumps({"sluice": "0.1.0", "torch": "2.0", "other": "1"}))
     export_run(run, "datasets", tmp_path / "out", "handed-on", CONFIG)
     header, text = header_and_text(tmp_path / "out")
-    assert "reached the trainer, and" not in text
+    assert "handed to the trainer" not in text
     assert "license" not in header
     assert "name it as `license` in the header" in " ".join(text.split())
     assert "| stop | 1 | 33.3% |" in text

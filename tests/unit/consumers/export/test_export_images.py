@@ -123,6 +123,21 @@ def test_an_image_that_is_gone_or_changed_is_named_and_its_rows_are_counted(
     assert not (tmp_path / "named-images").exists()
 
 
+def test_the_card_counts_a_failed_image_and_names_no_path(
+    config: Config, processor: VisionProcessor, tmp_path: Path
+) -> None:
+    pytest.importorskip("datasets")
+    refs = [replace(ref, path=str(tmp_path / "scans" / ref.path)) for ref in image_files(tmp_path / "scans", 2)]
+    samples = [taught_sample("g0", config, processor, refs), taught_sample("text", config, processor, [])]
+    (tmp_path / "scans/0-0.png").unlink()
+    done = export_run(kept(tmp_path, *samples), "datasets", tmp_path / "out", "trained", config)
+    assert "no such file" in done.first["image_failed"], "the terminal names it"
+    text = (tmp_path / "out/README.md").read_text()
+    assert "- 1 left out: an image is gone, changed or not accepted" in text
+    assert "0-0.png" not in text
+    assert str(tmp_path) not in text
+
+
 def test_trouble_of_a_disk_is_no_fault_of_an_image(run: Path, config: Config, tmp_path: Path) -> None:
     (tmp_path / "scans").rename(tmp_path / "elsewhere")
     with pytest.raises(SourceUnavailable, match=r"scans is not a directory; check .*--images references"):
