@@ -98,18 +98,21 @@ def _adamw_8bit() -> Any:
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:
-    """Of a step, the first is 1: linear warm-up, then the schedule down to the floor, which it keeps."""
+    """Of a step, the first is 1: linear warm-up, then the schedule down to the floor, which holds behind its end.
+
+    As in transformers' schedules, the last scheduled step is still above the floor: each of them trains.
+    """
     warm = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
     last = schedule_end(config)
     if config.schedule == "constant" or step <= config.warmup_steps or last is None:
         return warm
-    done = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
+    done = min(1.0, (step - 1 - config.warmup_steps) / max(1, last - config.warmup_steps))
     left = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
     return config.min_learning_rate + (config.learning_rate - config.min_learning_rate) * left
 
 
 def schedule_end(config: TrainerConfig) -> int | None:
-    """The step that reaches the floor; None if nothing says."""
+    """The last step above the floor; None if nothing says."""
     if config.schedule_steps is not None:
         return config.schedule_steps
     return None if config.max_versions is None else config.max_versions * config.checkpoint_every

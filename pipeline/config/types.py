@@ -334,7 +334,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     learning_rate: float = 1e-4  # after the warm-up
     warmup_steps: int = 0  # optimiser steps
     schedule: Literal["constant", "cosine", "linear"] = "constant"  # after the warm-up
-    schedule_steps: int | None = None  # optimiser steps until the floor, warm-up included; None: until max_versions
+    schedule_steps: int | None = None  # optimiser steps above the floor, warm-up included; None: until max_versions
     min_learning_rate: float = 0.0  # the floor of the schedule
     weight_decay: float = 0.0  # decoupled from the gradient
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW

@@ -121,24 +121,32 @@ def test_a_resumed_run_with_eight_bits_has_bit_identical_weights(tmp_path: Path,
     ("options", "wanted"),
     [
         ({"warmup_steps": 4}, {1: 0.25, 4: 1.0, 5: 1.0, 1000: 1.0}),
-        ({"schedule": "linear", "schedule_steps": 10}, {1: 0.9, 5: 0.5, 10: 0.0, 11: 0.0}),
+        ({"schedule": "linear", "schedule_steps": 10}, {1: 1.0, 6: 0.5, 10: 0.1, 11: 0.0, 12: 0.0}),
         (
             {"schedule": "linear", "schedule_steps": 14, "warmup_steps": 4, "min_learning_rate": 0.2},
-            {2: 0.5, 4: 1.0, 9: 0.6, 14: 0.2, 99: 0.2},
+            {2: 0.5, 4: 1.0, 5: 1.0, 10: 0.6, 15: 0.2, 99: 0.2},
         ),
         (
             {"schedule": "cosine", "schedule_steps": 12, "warmup_steps": 4},
-            {4: 1.0, 6: 0.5 + math.sqrt(2) / 4, 8: 0.5, 12: 0.0},
+            {4: 1.0, 5: 1.0, 7: 0.5 + math.sqrt(2) / 4, 9: 0.5, 13: 0.0},
         ),
         (
             {"schedule": "cosine", "max_versions": 5, "checkpoint_every": 2, "min_learning_rate": 0.5},
-            {5: 0.75, 10: 0.5},
+            {1: 1.0, 6: 0.75, 11: 0.5},
         ),
     ],
 )
 def test_the_learning_rate(options: dict[str, Any], wanted: dict[int, float]) -> None:
     config = TrainerConfig(learning_rate=1.0, **options)
     assert {step: learning_rate(config, step) for step in wanted} == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_every_scheduled_step_trains(schedule: Any) -> None:
+    for last in (1, 2, 7):
+        config = TrainerConfig(learning_rate=1.0, schedule=schedule, max_versions=last)
+        assert all(learning_rate(config, step) > 0 for step in range(1, last + 1))
+        assert learning_rate(config, last + 1) == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize(
