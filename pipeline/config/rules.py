@@ -310,6 +310,7 @@ def _scorer_counts(config: Config) -> list[tuple[bool, str]]:
 
 def _policy_and_others(config: Config) -> list[tuple[bool, str]]:
     policy, every, size = config.policy, config.trainer.checkpoint_every, config.producer.group_size
+    batch = config.producer.samples_per_version
     by_group = policy.advantage not in ("reward", "reinforce_pp")
     processed, sampling = config.worker.logprobs_mode == "processed", config.sampling
     plain = sampling.top_p == 1 and sampling.top_k == 0 and sampling.repetition_penalty == 1
@@ -336,6 +337,11 @@ def _policy_and_others(config: Config) -> list[tuple[bool, str]]:
         (
             not policy.enabled or not by_group or size >= 2,
             f"producer.group_size {size} must be at least 2 with policy.advantage {policy.advantage}, or every "
+            "advantage is 0; raise it, or set policy.advantage to reward",
+        ),
+        (
+            not policy.enabled or policy.advantage != "reinforce_pp" or batch >= 2,
+            f"producer.samples_per_version {batch} must be at least 2 with policy.advantage reinforce_pp, or every "
             "advantage is 0; raise it, or set policy.advantage to reward",
         ),
     ]

@@ -22,6 +22,10 @@ ON = ["policy.enabled=true", "producer.group_size=4", "producer.samples_per_vers
         ("policy.loss=gpso", "no loss is called 'gpso'; did you mean 'gspo'?"),
         ("policy.loss=cispo policy.dual_clip=3", "policy.dual_clip 3.0 does nothing with policy.loss cispo"),
         ("policy.advantage=rloo producer.group_size=1", "must be at least 2 with policy.advantage rloo"),
+        (
+            "policy.advantage=reinforce_pp producer.group_size=1 producer.samples_per_version=1",
+            "producer.samples_per_version 1 must be at least 2 with policy.advantage reinforce_pp",
+        ),
         ("policy.entropy_coef=-1", "policy.entropy_coef -1.0 must be a finite number"),
         ("policy.mismatch_cap=1", "policy.mismatch_cap 1.0 must be a finite number above 1"),
         ("policy.mismatch=mask trainer.dropout=true", "policy.mismatch mask with trainer.dropout"),
@@ -60,7 +64,8 @@ def test_what_cannot_work_is_refused(change: str, words: str) -> None:
         ["policy.enabled=false", "trainer.checkpoint_every=2", "producer.group_size=1"],
         ["scorer.count=0", "trainer.keep_rollouts=null"],
         ["policy.loss=cispo"],
-        ["policy.advantage=reinforce_pp", "producer.group_size=1"],
+        ["policy.advantage=reinforce_pp", "producer.group_size=1", "producer.samples_per_version=2"],
+        ["policy.advantage=reward", "producer.group_size=1", "producer.samples_per_version=1"],
         ["policy.loss=my.losses:fn", "policy.aggregation=constant"],
     ],
 )
