@@ -3,8 +3,8 @@
 - A reward from the agent's side takes precedence over that of a reward function, and both over the task's.
 - With a policy loss, members with a reward also get their advantage within the group, unless the task set one.
   Parts of one index share one advantage: that of the first part that yields a sample.
-- With `policy.zero_variance: filter` a group of equal rewards is dropped: its credit goes back at once, and other
-  prompts take its place in the batch.
+- With `policy.zero_variance: filter` a group that trains nothing, such as one of equal rewards, is dropped: its credit
+  goes back at once, and other prompts take its place in the batch.
 - A sample has the images of its result, whatever the task. Their expanded placeholders are never trained. For a model
   that takes no images, a result with images is dropped.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,20 +68,16 @@ class Sampler:
             reason = f"another member of group {group.group_id} is missing"
             letters += [letter(sample.seq_id, "incomplete_group", reason) for sample in samples.values()]
             samples = {}
-        if self._is_even(samples.values()):
-            detail = f"the rewards of group {group.group_id} are equal; policy.zero_variance is filter"
-            letters += [letter(sample.seq_id, "zero_variance", detail) for sample in samples.values()]
-            samples = {}
-        return self._weighed(samples), letters
-
-    def _is_even(self, samples: Collection[TrainingSample]) -> bool:
-        """Whether a group has nothing to train, and such groups are dropped."""
-        policy = self._context.policy
-        if not policy.enabled or policy.zero_variance == "keep" or len(samples) < 2:
-            return False
-        others = any(sample.advantage is not None or any(sample.weights) for sample in samples)
-        rewards = {sample.reward for sample in samples}
-        return not others and len(rewards) == 1 and None not in rewards
+        weighed, policy = self._weighed(samples), self._context.policy
+        # A group of one has nothing to compare with: a check of single rows would lose each of them.
+        filters = policy.enabled and policy.zero_variance == "filter" and group.size > 1
+        if filters and not any(_trains(sample) for sample in weighed):
+            detail = (
+                f"group {group.group_id} trains no token: its rewards are equal or missing, or the masks are off; "
+                "policy.zero_variance is filter"
+            )
+            return [], letters + [letter(sample.seq_id, "zero_variance", detail) for sample in weighed]
+        return weighed, letters
 
     def _weighed(self, samples: dict[Place, TrainingSample]) -> list[TrainingSample]:
         policy = self._context.policy
@@ -145,18 +141,36 @@ class Sampler:
         return _limited(sample, result, self._context.policy)
 
 
+def _trains(sample: TrainingSample) -> bool:
+    """Whether any loss has a gradient. An advantage that the task set counts, whatever it is."""
+    if any(sample.weights) or sample.geometry:
+        return True
+    is_computed = sample.group_rewards > 0
+    return bool(sample.advantage if is_computed else sample.advantage is not None) and any(sample.response_mask)
+
+
 def _limited(sample: TrainingSample, result: SequenceResult, policy: PolicyConfig) -> TrainingSample:
-    """The sample with the policy's rules on length applied: a lower reward if overlong, no mask if cut."""
+    """The sample with the policy's rules on length applied: a lower reward if overlong, nothing sampled in the losses
+    if cut.
+    """
     if not policy.enabled:
         return sample
     mask = np.array(sample.response_mask.expand())
     if policy.overlong_tokens is not None and sample.reward is not None:
         less = overlong_penalty(int(mask.sum()), policy.overlong_tokens, policy.overlong_buffer)
-        metrics = {**sample.metrics, "reward/overlong": -less}
+        metrics = {**sample.metrics, "reward/overlong": 0.0 - less}
         sample = replace(sample, reward=sample.reward - less, metrics=metrics)
     if policy.mask_truncated and result.finish_reason == "length":
         codes = np.where(mask == 1, LeftOut.truncated, LeftOut.no)
-        sample = replace(sample, response_mask=Runs.of((mask * 0).tolist()), left_out=Runs.of(codes.tolist()))
+        weights = np.array(sample.weights)
+        if len(mask):  # nor in the cross-entropy
+            weights = np.where(mask == 1, 0.0, weights)
+        sample = replace(
+            sample,
+            response_mask=Runs.of((mask * 0).tolist()),
+            left_out=Runs.of(codes.tolist()),
+            weights=FloatArray(weights.tolist()),
+        )
     return sample
 
 

@@ -376,6 +376,10 @@ def _rewards(config: Config) -> list[tuple[bool, str]]:
         found += [
             (bool(re.fullmatch(REWARD_NAME, term.name)), f"{key}[{at}].name {term.name!r}: use {form}"),
             (names.index(term.name) == at, f"{key}[{at}].name {term.name!r} is used twice; name them differently"),
+            (
+                term.name != "overlong" or config.policy.overlong_tokens is None,
+                f"{key}[{at}].name 'overlong' is the metric of policy.overlong_tokens; name it differently",
+            ),
             (-inf < term.weight < inf, f"{key}[{at}].weight must be a finite number, got {term.weight}"),
         ]
     return found

@@ -248,11 +248,14 @@ def test_the_reward_of_the_agents_side_goes_before_the_tasks() -> None:
     assert sum(plain[0].response_mask) == len(ids), "the task still says what is right"
 
 
-def by_policy(*members: SequenceResult, **options: object) -> tuple[list[TrainingSample], list[DeadLetter]]:
+def by_policy(
+    *members: SequenceResult | DeadLetter, size: int | None = None, consumer: ConsumerConfig | None = None,
+    **options: object,
+) -> tuple[list[TrainingSample], list[DeadLetter]]:  # fmt: skip
     policy = PolicyConfig(enabled=True, **options)  # type: ignore[arg-type]
     matching = RolloutMatchingConfig(task="reward")
     context = TaskContext(CONTEXT.codec, matching, policy=policy)
-    return Sampler(load_task(matching), context, ConsumerConfig()).samples_of(group(*members))
+    return Sampler(load_task(matching), context, consumer or ConsumerConfig()).samples_of(group(*members, size=size))
 
 
 def rewarded(*rewards: float, **changes: object) -> list[SequenceResult]:
@@ -271,6 +274,44 @@ def test_groups_of_equal_rewards_are_kept_or_dropped() -> None:
         samples, letters = by_policy(*members, **options)
         assert len(samples) == kept
         assert [one.reason for one in letters] == ["zero_variance"] * (len(members) - kept)
+
+
+def test_a_group_without_a_token_to_train_is_dropped_whatever_its_rewards() -> None:
+    partial = ConsumerConfig(on_incomplete_group="train_partial")
+    survivor, gone = rewarded(1.0, 0.0)
+    first, second = fork(0, 2, 2)
+    forked = [structs.replace(first, reward=1.0), structs.replace(second, reward=0.0), result(1, 2, reward=1.0)]
+    cut = [structs.replace(one, finish_reason="length") for one in rewarded(1.0, 0.0)]
+    unrewarded = [*rewarded(1.0, 1.0), result(2, 3)]
+    for members, options in (
+        ([structs.replace(one, group_size=3) for one in unrewarded], {}),
+        ([survivor, structs.replace(gone, finish_reason="error")], {"consumer": partial}),
+        (forked, {"size": 2}),  # the parts of an index share the advantage of the first
+        (cut, {"mask_truncated": True}),
+    ):
+        kept, _ = by_policy(*members, **options)  # type: ignore[arg-type]
+        samples, letters = by_policy(*members, zero_variance="filter", **options)  # type: ignore[arg-type]
+        assert samples == []
+        told = [one.seq_id for one in letters if one.reason == "zero_variance"]
+        assert told == [one.seq_id for one in kept]
+
+
+def test_a_group_with_one_token_to_train_is_kept() -> None:
+    cut, whole = rewarded(1.0, 0.0)
+    cut = structs.replace(cut, finish_reason="length")
+    samples, letters = by_policy(cut, whole, mask_truncated=True, zero_variance="filter")
+    assert (len(samples), letters) == (2, [])
+
+
+def test_an_advantage_that_the_task_set_is_not_dropped() -> None:
+    def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
+        return structs.replace(exact_answer.target(matched, ctx), advantage=0.5)
+
+    policy = PolicyConfig(enabled=True, zero_variance="filter")
+    context = TaskContext(CONTEXT.codec, CONTEXT.options, policy=policy)
+    own = Sampler(replace(TASK, target=target), context, ConsumerConfig())
+    samples, letters = own.samples_of(group(*rewarded(1.0, 1.0)))
+    assert (advantages(samples), letters) == ([0.5, 0.5], [])
 
 
 def test_a_group_that_trains_otherwise_is_not_dropped() -> None:
@@ -295,10 +336,21 @@ def test_a_cut_sequence_trains_no_token_and_its_reward_counts() -> None:
     assert list(samples[0].left_out) == np.where(on == 1, LeftOut.truncated, LeftOut.no).tolist()
 
 
+def test_a_cut_right_answer_has_no_cross_entropy_either() -> None:
+    cut, whole = (structs.replace(one, truth=None) for one in rewarded(1.0, 1.0))
+    cut = structs.replace(cut, finish_reason="length")
+    policy = PolicyConfig(enabled=True, mask_truncated=True, ce_weight=0.5)
+    context = TaskContext(CONTEXT.codec, RolloutMatchingConfig(task="exact_answer"), policy=policy)
+    samples, _ = Sampler(TASK, context, ConsumerConfig()).samples_of(group(cut, whole))
+    assert any(samples[1].weights)
+    assert not any(samples[0].weights)
+
+
 def test_the_reward_of_what_is_overlong_falls() -> None:
     members = rewarded(1.0, 1.0)
     length = sum(by_policy(*members)[0][0].response_mask)
     for limit, buffer, wanted in ((length - 1, 0, 0.0), (length, 0, 1.0), (length + 1, 2, 0.5), (length + 2, 2, 1.0)):
         samples, _ = by_policy(*members, overlong_tokens=limit, overlong_buffer=buffer)
         assert [one.reward for one in samples] == [wanted] * 2
-        assert [one.metrics["reward/overlong"] for one in samples] == [wanted - 1.0] * 2
+        shares = [one.metrics["reward/overlong"] for one in samples]
+        assert [str(share) for share in shares] == [str(wanted - 1.0)] * 2, "never -0.0"

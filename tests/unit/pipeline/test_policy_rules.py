@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from sluice.pipeline.config import load_config
@@ -122,11 +124,15 @@ def test_several_rewards_have_names_and_weights() -> None:
         ("rollout_matching.reward=[{name: a, fn: c:d, weight: .nan}]", "reward[0].weight must be a finite number"),
         ("rollout_matching.reward=[{name: a}]", "rollout_matching.reward[0]"),
         ("rollout_matching.reward=[{name: a, fn: b, wieght: 2}]", "reward[0].wieght; did you mean 'weight'?"),
+        (
+            "rollout_matching.reward=[{name: overlong, fn: a.py:b}] policy.overlong_tokens=9",
+            "reward[0].name 'overlong' is the metric of policy.overlong_tokens",
+        ),
         ("rollout_matching.reward_timeout_s=0", "rollout_matching.reward_timeout_s must be a finite number > 0"),
         ("rollout_matching.reward_concurrency=0", "rollout_matching.reward_concurrency must be >= 1"),
     ],
 )
 def test_a_reward_that_cannot_work_is_refused_by_name(change: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(None, [*REWARD, change], {})
+        load_config(None, [*REWARD, *re.split(r" (?=policy)", change)], {})
     assert words in str(caught.value)
