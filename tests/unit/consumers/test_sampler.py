@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -250,9 +251,9 @@ def test_the_reward_of_the_agents_side_goes_before_the_tasks() -> None:
 
 def by_policy(
     *members: SequenceResult | DeadLetter, size: int | None = None, consumer: ConsumerConfig | None = None,
-    **options: object,
+    **options: Any,
 ) -> tuple[list[TrainingSample], list[DeadLetter]]:  # fmt: skip
-    policy = PolicyConfig(enabled=True, **options)  # type: ignore[arg-type]
+    policy = PolicyConfig(enabled=True, **options)
     matching = RolloutMatchingConfig(task="reward")
     context = TaskContext(CONTEXT.codec, matching, policy=policy)
     return Sampler(load_task(matching), context, consumer or ConsumerConfig()).samples_of(group(*members, size=size))
@@ -289,8 +290,8 @@ def test_a_group_without_a_token_to_train_is_dropped_whatever_its_rewards() -> N
         (forked, {"size": 2}),  # the parts of an index share the advantage of the first
         (cut, {"mask_truncated": True}),
     ):
-        kept, _ = by_policy(*members, **options)  # type: ignore[arg-type]
-        samples, letters = by_policy(*members, zero_variance="filter", **options)  # type: ignore[arg-type]
+        kept, _ = by_policy(*members, **options)
+        samples, letters = by_policy(*members, zero_variance="filter", **options)
         assert samples == []
         told = [one.seq_id for one in letters if one.reason == "zero_variance"]
         assert told == [one.seq_id for one in kept]
