@@ -192,6 +192,10 @@ def losses_of(surrogate: Surrogate, tokens: PolicyTokens, options: PolicyConfig)
         if values is not None and not (isinstance(values, Tensor) and values.shape == shape):
             what = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ConfigError(f"{_KEY}: {options.loss}: {name} is {what}; return one value per token, {tuple(shape)}")
+        if name != "losses" and values is not None and values.dtype != torch.bool:
+            raise ConfigError(
+                f"{_KEY}: {options.loss}: {name} is {values.dtype}; return a bool tensor, such as ratio > 1.2"
+            )
     return losses
 
 

@@ -250,7 +250,7 @@ def test_the_reward_of_the_agents_side_goes_before_the_tasks() -> None:
 
 
 def by_policy(
-    *members: SequenceResult | DeadLetter, size: int | None = None, consumer: ConsumerConfig | None = None,
+    *members: SequenceResult | DeadLetter, size: Any = None, consumer: Any = None,
     **options: Any,
 ) -> tuple[list[TrainingSample], list[DeadLetter]]:  # fmt: skip
     policy = PolicyConfig(enabled=True, **options)

@@ -248,6 +248,16 @@ def clipped(tokens, options):
     clipped = ratio > 1 + options.clip_eps
     return Losses(-tokens.advantages * ratio.clamp(max=1 + options.clip_eps), clipped)
 
+def shares(tokens, options):
+    losses, clipped, _ = clipped_of(tokens, options)
+    return losses, clipped.float()
+
+def twice(tokens, options):
+    losses, clipped, _ = clipped_of(tokens, options)
+    return losses, clipped, clipped.long()
+
+clipped_of = clipped
+
 def scalar(tokens, options):
     return tokens.logp.sum()
 
@@ -302,6 +312,8 @@ def test_strange_numbers_outside_the_answer_reach_no_gradient_of_your_own(own: P
     [
         ("scalar", "losses is (); return one value per token, (1, 7)"),
         ("text", "returned a str"),
+        ("shares", "clipped is torch.float32; return a bool tensor, such as ratio > 1.2"),
+        ("twice", "dual_clipped is torch.int64; return a bool tensor"),
         ("detached", "losses without a gradient"),
         ("flat", "it must be finite, and not all 0"),
         ("infinite", "every loss must be a finite number"),
