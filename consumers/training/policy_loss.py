@@ -329,20 +329,27 @@ class PolicyTerm:
 def batch_normalised(samples: Sequence[TrainingSample], options: PolicyConfig) -> Sequence[TrainingSample]:
     """With `advantage: reinforce_pp`, the samples with (A - mean) / (std + 1e-6) over those in the loss; else the same.
 
-    Each sequence counts once, whatever its length; of one sequence, or equal ones, the advantage is 0.
+    Each rollout counts once, whatever its length and number of parts; of one, or equal ones, the advantage is 0. An
+    advantage that the task set stays as it is.
     """
     if options.advantage != "reinforce_pp":
         return samples
-    taken = {
-        at: float(one.advantage)
-        for at, one in enumerate(samples)
-        if one.advantage is not None and policy_mask(one).any()
-    }
-    normal = group_advantages(list(taken.values()), "group_norm", options.advantage_std)
-    found = list(samples)
-    for at, advantage in zip(taken, normal, strict=True):
-        found[at] = replace(found[at], advantage=advantage)
-    return found
+    taken: dict[tuple[str, int | str], float] = {}
+    for one in samples:
+        if one.advantage is not None and one.group_rewards and policy_mask(one).any():
+            taken.setdefault(_rollout_of(one), float(one.advantage))
+    normal = dict(zip(taken, group_advantages(list(taken.values()), "group_norm", options.advantage_std), strict=True))
+    return [
+        replace(one, advantage=normal[_rollout_of(one)])
+        if one.advantage is not None and one.group_rewards and _rollout_of(one) in normal
+        else one
+        for one in samples
+    ]
+
+
+def _rollout_of(sample: TrainingSample) -> tuple[str, int | str]:
+    """The same for all parts of a forked rollout."""
+    return sample.group_id, sample.seq_id if sample.index < 0 else sample.index
 
 
 def _is_scored_by(version: int, versions: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from sluice.consumers.training import row_logits
-from sluice.consumers.training.policy_loss import policy_loss
+from sluice.consumers.training.policy_loss import batch_normalised, policy_loss
 from sluice.consumers.training.row_logits import RowLogits
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import CONVENTIONS, PolicyConfig
@@ -122,7 +122,7 @@ def test_the_mean_of_a_batch(source: Path, shape: dict[str, Any], name: str) -> 
 @pytest.mark.parametrize("std", ["population", "sample"])
 def test_advantages_over_the_batch_of_a_step(source: Path, shape: dict[str, Any], std: Any) -> None:
     step = trainer(source, PolicyConfig(enabled=True, advantage="reinforce_pp", advantage_std=std), **shape)
-    samples = on_policy(step)
+    samples = [replace(one, group_rewards=len(REWARDS)) for one in on_policy(step)]
     silent = replace(samples[0], response_mask=Runs.of([0] * LENGTHS[0]), advantage=50.0)
     rewards = np.array(REWARDS)
     normal = (rewards - rewards.mean()) / (rewards.std(ddof=int(std == "sample")) + 1e-6)
@@ -131,6 +131,19 @@ def test_advantages_over_the_batch_of_a_step(source: Path, shape: dict[str, Any]
     _, got = run(step, [*samples, silent])
     assert_close(got, wanted)
     assert [one.advantage for one in samples] == list(REWARDS)  # what is stored is the reward
+
+
+def test_a_forked_rollout_counts_once_and_the_tasks_own_advantage_stays() -> None:
+    one = replace(told("a", 9, 3.0, [-1.0] * 8), group_id="g", index=0, group_rewards=2)
+    parts = [one, replace(one, seq_id="b"), replace(one, seq_id="c")]
+    other = replace(one, seq_id="d", index=1, advantage=1.0)
+    elsewhere = replace(one, seq_id="e", group_id="h", advantage=2.0)
+    own = replace(one, seq_id="f", group_id="i", group_rewards=0, advantage=40.0)
+    unstamped = [replace(other, seq_id=name, index=-1, advantage=2.0) for name in "xy"]
+    options = PolicyConfig(enabled=True, advantage="reinforce_pp")
+    found = [sample.advantage for sample in batch_normalised([*parts, other, elsewhere, own, *unstamped], options)]
+    high = 1 / (math.sqrt(2 / 5) + 1e-6)  # 3, 1, 2, 2, 2
+    assert found == pytest.approx([high, high, high, -high, 0.0, 40.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
