@@ -7,7 +7,7 @@ from ipaddress import IPv6Address
 from math import inf
 
 from sluice.pipeline.config.suggest import did_you_mean
-from sluice.pipeline.config.types import CONVENTIONS, Config, RepeatTerminateConfig
+from sluice.pipeline.config.types import CONVENTIONS, Config, PolicyConfig, RepeatTerminateConfig
 from sluice.pipeline.errors import ConfigError, as_one
 
 
@@ -214,11 +214,11 @@ def _flow(config: Config) -> list[tuple[bool, str]]:
 
 
 def policy_warnings(config: Config) -> list[str]:
-    """What is allowed with a policy loss, and should be known."""
-    if not config.policy.enabled:
-        return []
+    """What is allowed of a policy loss, and should be known."""
+    policy, sampling = config.policy, config.sampling
+    if not policy.enabled:
+        return _without_effect(policy)
     found: list[str] = []
-    sampling = config.sampling
     exact = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
     changed = [
         f"sampling.{key} {getattr(sampling, key)}" for key, value in exact.items() if getattr(sampling, key) != value
@@ -242,7 +242,29 @@ def policy_warnings(config: Config) -> list[str]:
             f"oldest tokens are gone, and policy.on_missing_proximal {config.policy.on_missing_proximal} decides; "
             "raise weights.retention"
         )
+    overlong, longest = policy.overlong_tokens, sampling.max_new_tokens
+    if overlong is not None and config.rollout.url is None and overlong - policy.overlong_buffer >= longest:
+        found.append(
+            f"policy.overlong_tokens {overlong} does nothing: no sequence is longer than overlong_tokens - "
+            f"overlong_buffer ({overlong - policy.overlong_buffer}), since sampling.max_new_tokens is {longest}; "
+            "lower it"
+        )
+    if policy.clip_eps_high is not None and policy.clip_eps_high < policy.clip_eps:
+        found.append(
+            f"policy.clip_eps_high {policy.clip_eps_high} is below policy.clip_eps {policy.clip_eps}: unlikely tokens "
+            "grow less than they may fall; set both (policy.loss may set one of them by its name)"
+        )
     return found
+
+
+def _without_effect(policy: PolicyConfig) -> list[str]:
+    names = ("loss", "entropy_coef", "mismatch", "zero_variance", "mask_truncated", "overlong_tokens", "ce_weight")
+    usual = PolicyConfig()
+    changed = [name for name in names if getattr(policy, name) != getattr(usual, name)]
+    if not changed:
+        return []
+    listed = ", ".join(f"policy.{name} {getattr(policy, name)}" for name in changed)
+    return [f"{listed}: without effect, since policy.enabled is false; set it to true to train on rewards"]
 
 
 def _policy_numbers(config: Config) -> list[tuple[bool, str]]:

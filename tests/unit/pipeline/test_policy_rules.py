@@ -87,6 +87,16 @@ def test_what_can_work_is_not(changes: list[str]) -> None:
         (["scorer.count=0", "producer.max_staleness=1"], []),
         (["policy.max_token_staleness=5"], ["policy.max_token_staleness 5 is above weights.retention 4"]),
         (["policy.enabled=false", "sampling.temperature=0.7", "scorer.count=0"], []),
+        (["policy.overlong_tokens=300", "policy.overlong_buffer=44"], ["policy.overlong_tokens 300 does nothing"]),
+        (["policy.overlong_tokens=300", "policy.overlong_buffer=45"], []),
+        (["policy.overlong_tokens=300", "rollout.url=http://127.0.0.1:1"], []),  # several turns
+        (["policy.loss=dapo", "policy.clip_eps=0.3"], ["policy.clip_eps_high 0.28 is below policy.clip_eps 0.3"]),
+        (["policy.loss=dapo"], []),
+        (["policy.loss=cispo"], []),
+        (
+            ["policy.enabled=false", "policy.entropy_coef=0.1", "policy.loss=gspo"],
+            ["policy.loss gspo, policy.entropy_coef 0.1: without effect, since policy.enabled is false"],
+        ),
     ],
 )
 def test_what_should_be_known_is_told(changes: list[str], words: list[str]) -> None:
