@@ -14,7 +14,8 @@
 - `mismatch`, where the trainer's logprob t under the proximal version is known (`measured`: that version is the one in
   hand, so t = logp without gradient): m = exp(t - proximal), w stays, r = exp(logp - t). truncate multiplies by
   min(m, C), mask by m where 1/C ≤ m ≤ C, and leaves the others out. At sequence level m is the product over the
-  measured tokens of a sequence, at all of its tokens. Elsewhere m is unmeasured, and 1.
+  measured tokens of a sequence, at all of its tokens. Elsewhere m is unmeasured, and 1: also where the trainer computed
+  `proximal` itself, as the engine's is unknown.
 - `entropy_coef` c: - c·Σ kept entropies / max(1, Σ m), whatever the aggregation.
 - A token excluded by mask, cap, floor or mismatch has exactly zero gradient, whatever its values and whatever the
   surrogate does with them.
@@ -33,7 +34,7 @@ Source: Hilton et al., 2022 (proximal vs. behaviour); Yao et al., 2025 (truncate
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -163,7 +164,8 @@ def _bounded(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 class PolicyRows(NamedTuple):
-    """Laid out like the packed rows, all [R, L]; 0 (versions -1) where the mask is off.
+    """Laid out like the packed rows, all [R, L]; 0 (versions -1) where the mask is off. `versions` is -1 too where the
+    trainer scored the token itself: no engine's score is there to compare with.
 
     bool, 3 × float32, int32, int64; `sequences` has the index of the sample.
     """
@@ -195,8 +197,10 @@ def policy_mask(sample: TrainingSample) -> np.ndarray:
     return mask
 
 
-def policy_rows(samples: Sequence[TrainingSample], packed: PackedRows) -> PolicyRows:
-    """The policy arrays of the samples in these rows."""
+def policy_rows(
+    samples: Sequence[TrainingSample], packed: PackedRows, own: Mapping[str, np.ndarray] | None = None
+) -> PolicyRows:
+    """The policy arrays of the samples in these rows; `own` as in `PolicyTerm`."""
     shape = packed.input_ids.shape
     rows = PolicyRows(
         np.zeros(shape, dtype=bool),
@@ -216,7 +220,8 @@ def policy_rows(samples: Sequence[TrainingSample], packed: PackedRows) -> Policy
         rows.behaviour[at] = np.where(mask, np.array(sample.logprobs), 0)
         rows.advantages[at] = np.where(mask, sample.advantage, 0)
         if len(sample.versions):
-            rows.versions[at] = np.where(mask, np.array(sample.versions.expand()), -1)
+            known = mask & ~own[sample.seq_id] if own and sample.seq_id in own else mask
+            rows.versions[at] = np.where(known, np.array(sample.versions.expand()), -1)
     return rows
 
 
@@ -239,8 +244,12 @@ class PolicyTerm:
         options: PolicyConfig,
         version: int | None,
         surrogate: Surrogate | None = None,
+        own: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """`version`: of the weights before the step; `surrogate`: None for that of `options.loss`."""
+        """`version`: of the weights before the step; `surrogate`: None for that of `options.loss`; `own`: by seq_id,
+        bool (len(token_ids),), the tokens whose proximal logprob the trainer computed.
+        """
+        self._own = own
         self._samples, self._options, self._version = batch_normalised(samples, options), options, version
         self._surrogate = surrogate or load_surrogate(options)
         counts = [int(policy_mask(sample).sum()) for sample in samples]
@@ -251,7 +260,7 @@ class PolicyTerm:
 
     def loss(self, logits: RowLogits, packed: PackedRows) -> Tensor:
         """The part of these rows in the loss of the batch."""
-        rows = policy_rows(self._samples, packed)
+        rows = policy_rows(self._samples, packed, self._own)
         device = logits.device
         mask, proximal, behaviour, advantages, versions, sequences = (
             torch.from_numpy(part[:, 1:]).to(device) for part in rows

@@ -21,10 +21,11 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 
 from sluice.consumers.samples import letter
@@ -122,13 +123,14 @@ class Trainer:
 
     async def _train(self, taken: list[TrainingSample]) -> None:
         session, taken_at = self._session, time.monotonic()
-        samples = await self._fill(taken)
-        if samples is None:
+        ready = await self._fill(taken)
+        if ready is None:
             return
+        samples = ready.samples
         record: dict[str, float] = {}
         if samples:
             started, number, version = time.monotonic(), session.state.step + 1, session.state.version
-            record = await asyncio.to_thread(self._step.run, samples, number, version=version)
+            record = await asyncio.to_thread(self._step.run, samples, number, version=version, own=ready.own)
             record["train/step_s"] = time.monotonic() - started
             record["train/score_s"] = started - taken_at
             record |= self._filler.record() if self._filler else {}
@@ -140,15 +142,15 @@ class Trainer:
         if session.state.step % self._config.trainer.checkpoint_every == 0 or await session.nothing_follows():
             await self._checkpoint()
 
-    async def _fill(self, samples: list[TrainingSample]) -> list[TrainingSample] | None:
+    async def _fill(self, samples: list[TrainingSample]) -> Ready | None:
         """The samples to train, with their proximal logprobs; None if asked to stop meanwhile."""
         if self._filler is None:
-            return samples
+            return Ready(samples, {})
         ready = await self._filler.fill(samples, self._session.state.version)
         if ready is None:
             return None
         self._session.drop(ready.letters)
-        return ready.samples
+        return ready
 
     async def _checkpoint(self) -> None:
         await self._session.commit(self._save)
@@ -181,6 +183,7 @@ class Ready:
 
     samples: list[TrainingSample]
     letters: dict[str, DeadLetter]  # by seq_id
+    own: dict[str, np.ndarray] = field(default_factory=dict)  # by seq_id: bool [T], tokens that the trainer scored
 
 
 class Filler:
@@ -201,7 +204,9 @@ class Filler:
         if results is None:
             return None
         done = await asyncio.to_thread(self._join, plans, recomputed, results)
-        return self._sort(samples, done)
+        ready = self._sort(samples, done)
+        ready.own.update({seq_id: each.recompute for seq_id, each in plans.items() if each.recompute.any()})
+        return ready
 
     def record(self) -> dict[str, float]:
         """The `policy/` keys of everything filled since the last call: a step with all samples dropped has none."""

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from sluice.consumers.training import row_logits
 from sluice.consumers.training.policy_loss import batch_normalised, policy_loss
+from sluice.consumers.training.proximal import fill, plan
 from sluice.consumers.training.row_logits import RowLogits
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import CONVENTIONS, PolicyConfig
@@ -262,6 +263,23 @@ def test_what_is_measured_is_what_the_weights_in_hand_can_score(source: Path, ve
     record = step.run([sample], 1, version=version)
     assert record["policy/mismatch_unmeasured_tokens"] == 10 - measured
     assert ("policy/mismatch_weight" in record) == (measured > 0)
+
+
+def test_what_the_trainer_scored_itself_is_not_measured(source: Path) -> None:
+    policy = PolicyConfig(enabled=True, mismatch="truncate", weight_cap=1e9, weight_floor=0.0)
+    step = train_step(source, policy=policy, learning_rate=0.0)
+    sample = told("s", 12, 1.0, [-5.0] * 11)
+    taken = plan(sample, VERSION + 1, PolicyConfig(enabled=True))
+    assert taken.recompute.sum() == 10
+    filled = fill(taken, step.score([sample])[0], {}, PolicyConfig(enabled=True)).sample
+    assert filled is not None
+    record = step.run([filled], 1, version=VERSION + 1, own={sample.seq_id: taken.recompute})
+    assert record["policy/mismatch_unmeasured_tokens"] == 10
+    assert "policy/mismatch_weight" not in record
+    few = taken.recompute & (np.arange(12) < 5)
+    assert (
+        step.run([sample], 1, version=VERSION + 1, own={sample.seq_id: few})["policy/mismatch_unmeasured_tokens"] == 3
+    )
 
 
 @settings(deadline=None)
