@@ -127,7 +127,7 @@ def test_the_card_counts_a_failed_image_and_names_no_path(
     config: Config, processor: VisionProcessor, tmp_path: Path
 ) -> None:
     pytest.importorskip("datasets")
-    refs = [replace(ref, path=str(tmp_path / "scans" / ref.path)) for ref in image_files(tmp_path / "scans", 2)]
+    refs = [replace(ref, path=str(tmp_path / "scans" / (ref.path or ""))) for ref in image_files(tmp_path / "scans", 2)]
     samples = [taught_sample("g0", config, processor, refs), taught_sample("text", config, processor, [])]
     (tmp_path / "scans/0-0.png").unlink()
     done = export_run(kept(tmp_path, *samples), "datasets", tmp_path / "out", "trained", config)
