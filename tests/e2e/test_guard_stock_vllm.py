@@ -31,7 +31,7 @@ GUARD = {
 TOKENIZER: Any = qwen_like()
 ENTRY: tuple[int, ...] = tuple(TOKENIZER.encode(', "object_1": 2', add_special_tokens=False))
 SWITCH = "COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION"
-START_S = 150.0
+START_S = 270.0
 ANSWER_S = 30.0
 
 

@@ -233,7 +233,7 @@ def test_jobs_and_processes_are_drawn_over_time(browser: Browser, site: Site, wi
         expect(strip.locator("path").first).to_be_attached()
         whole, drawn = page.evaluate(_STRIP)  # at once: the row is replaced every second
         assert whole > 250
-        assert 5 < drawn < whole + 5, "what was seen of it has a colour; when nobody looked, the bar has none"
+        assert drawn > 5, "what was seen of it has a colour; while nobody looked, the bar has none"
         expect(row.locator("td[data-is=memory]")).to_have_text(re.compile(r"iB$"))
         expect(row.locator("td[data-is=CPU]")).to_have_text(re.compile(r"\d+ %$"))
         expect(page.locator("ul.moods li")).to_have_count(5)
