@@ -115,7 +115,7 @@ def tensors(stack: Stack, step: int) -> dict[str, torch.Tensor]:
 
 
 TOLERANCE = 1e-4
-"""The plain trainer makes logits in pieces, a sharded one at once, and sums are rounded differently: 3.4e-5 was seen."""
+"""The plain trainer makes logits in pieces, a sharded one at once; sums are rounded differently: 3.4e-5 was seen."""
 
 
 def apart(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
