@@ -73,14 +73,12 @@ def start(
     command: str, config: Path | None, overrides: list[str], workers: int | None, *, dry_run: bool, as_json: bool
 ) -> int:
     """Run the stack, or say what it would do; the exit code. Raises SluiceError."""
-    from sluice.pipeline.config import load_config
-    from sluice.pipeline.run.stack import run_stack, with_workers
+    from sluice.pipeline.config.load import read_config
+    from sluice.pipeline.run.stack import run_stack
 
     if as_json and not dry_run:
         raise ConfigError(f"--json needs --dry-run; to watch a run, use `sluice status --json` ({command})")
-    settings = load_config(config, overrides)
-    if workers is not None:
-        settings = with_workers(settings, workers)
+    read = read_config(config, [*overrides, *([] if workers is None else [f"worker.count={workers}"])])
     from sluice.pipeline.run import preflight
     from sluice.pipeline.run.dry_run import as_text, rehearse
     from sluice.pipeline.terminal import print_json
@@ -88,7 +86,7 @@ def start(
     patience = threading.Timer(_SAY_AFTER_S, complain, ("checking model, rows and task before anything starts …",))
     patience.start()
     try:
-        found = rehearse(settings, command, str(config or "defaults"), apart=not dry_run)
+        found = rehearse(read, command, str(config or "defaults"), apart=not dry_run)
     finally:
         patience.cancel()
     if not dry_run:
@@ -96,7 +94,7 @@ def start(
         for check in found.checks:
             if check.is_note:
                 complain(f"note: {check.says}")
-        return run_stack(settings, title=f"sluice {command} · {settings.run}")
+        return run_stack(read.config, title=f"sluice {command} · {read.config.run}")
     if as_json:
         print_json(found)
     else:

@@ -13,6 +13,7 @@ import contextlib
 import os
 import re
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
@@ -52,36 +53,64 @@ def load_config(
     environ: Mapping[str, str] | None = None,
 ) -> Config:
     """The resolved configuration; raises ConfigError with file, path and remedy of everything that is wrong."""
-    tree, problems = _read(Path(path)) if path else {}, list[str]()
+    found = read_config(path, overrides, environ)
+    if found.problems:
+        raise ConfigError(as_one(found.problems))
+    return found.config
+
+
+@dataclass(frozen=True)
+class Found:
+    """A configuration and all that is wrong with it."""
+
+    config: Config
+    problems: list[str]
+    unsure: frozenset[str]
+    """Sections, or keys of the top level, whose values aren't what was meant, or break a rule by themselves."""
+
+
+def read_config(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Found:
+    """For a command that has more to say than the first error; raises ConfigError if the file can't be read at all."""
+    tree, problems, unsure = _read(Path(path)) if path else {}, list[str](), set[str]()
     origin = str(path) if path else "defaults"
     for name, dotted in ENVIRONMENT.items():
         if text := (os.environ if environ is None else environ).get(name):
-            with _collected(problems):
+            with _collected(problems, unsure, dotted):
                 _put_variable(tree, name, dotted, text)
     for item in overrides:
-        with _collected(problems):
+        with _collected(problems, unsure, item.partition("=")[0].strip()):
             _override(tree, item)
-    with _collected(problems):
+    with _collected(problems, unsure, "rollout_matching"):
         _adopt_custom_subtree(tree, origin)
-    with _collected(problems):
+    with _collected(problems, unsure):
         _adopt_reward(tree, origin)
     _adopt_loss(tree)
-    for problem, mapping, key in list(suggest.unknown_keys(Config, tree)):
+    for problem, dotted, mapping, key in list(suggest.unknown_keys(Config, tree)):
         problems.append(f"{origin}: {problem}")
+        unsure.add(_section(dotted))
         mapping.pop(key, None)  # an alias stands in several places
-    config = _converted(tree, origin, problems)
-    if problems:  # a rule between keys would judge the defaults of those that are wrong
-        raise ConfigError(as_one(problems))
-    rules.check(config, origin)
-    return config
+    config = _converted(tree, origin, problems, unsure)
+    if not problems:  # else a rule between keys would judge the defaults of those that are wrong
+        problems += [f"{origin}: {complaint}" for complaint in rules.complaints(config)]
+        unsure |= rules.at_fault(config) if problems else set()
+    return Found(config, problems, frozenset(unsure))
 
 
 @contextlib.contextmanager
-def _collected(problems: list[str]) -> Generator[None]:
+def _collected(problems: list[str], unsure: set[str], *dotted: str) -> Generator[None]:
     try:
         yield
     except ConfigError as error:
         problems.append(str(error))
+        unsure.update(map(_section, dotted))
+
+
+def _section(dotted: str) -> str:
+    return dotted.partition(".")[0]
 
 
 def _put_variable(tree: dict[str, Any], name: str, dotted: str, text: str) -> None:
@@ -133,28 +162,31 @@ def _is_secret(name: str) -> bool:
     return _SECRET.search(unquote(name)) is not None
 
 
-def _converted(tree: dict[str, Any], origin: str, problems: list[str]) -> Config:
+def _converted(tree: dict[str, Any], origin: str, problems: list[str], unsure: set[str]) -> Config:
     """Adds each value of the wrong type to the problems; such a key is left out."""
     while True:
         try:
             return msgspec.convert(tree, Config)
         except msgspec.ValidationError as error:  # it names the first
             problems.append(f"{origin}: {_readable(str(error))}")
-            if not _without(tree, str(error)):
+            if (dotted := _without(tree, str(error))) is not None:
+                unsure.add(_section(dotted))
+            else:
+                unsure.update(msgspec.structs.asdict(Config()))
                 return Config()
 
 
-def _without(tree: dict[str, Any], message: str) -> bool:
-    """Remove the key that msgspec complains of; false if it names none."""
+def _without(tree: dict[str, Any], message: str) -> str | None:
+    """Remove the key that msgspec complains of; its dotted path, or None if it names none."""
     place = re.search(r" - at `\$([^`\[]*)", message)
     *above, key = place[1].split(".") if place else [""]
     node: Any = tree
     for part in above[1:]:
         node = cast("dict[str, Any]", node).get(part) if isinstance(node, dict) else None
     if not (key and isinstance(node, dict) and key in node):
-        return False
+        return None
     del node[key]
-    return True
+    return ".".join([*above[1:], key])
 
 
 def _value_alone(dotted: str, text: str, where: str) -> Any:
@@ -162,7 +194,7 @@ def _value_alone(dotted: str, text: str, where: str) -> Any:
     tree: dict[str, Any] = {}
     _put(tree, dotted, parse_yaml(text, where), where)
     problems: list[str] = []
-    config = _converted(tree, where, problems)
+    config = _converted(tree, where, problems, set())
     if problems:
         raise ConfigError(as_one(problems))
     rules.check(config, where)
@@ -233,13 +265,13 @@ def _adopt_reward(tree: dict[str, Any], origin: str) -> None:
     if not isinstance(policy, dict):  # refused with all else that is no mapping
         return
     matching, policy = cast("dict[str, Any]", matching), cast("dict[str, Any]", policy)
+    matching.setdefault("task", "reward")
     if policy.get("enabled") is False:
         raise ConfigError(
             f"{origin}: policy.enabled is false, and rollout_matching.reward needs it: rewards train through the "
             "policy loss alone; remove policy.enabled, which the reward turns on, or the reward"
         )
     policy.setdefault("enabled", True)
-    matching.setdefault("task", "reward")
 
 
 def _adopt_loss(tree: dict[str, Any]) -> None:

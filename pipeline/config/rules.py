@@ -6,6 +6,8 @@ import re
 from ipaddress import IPv6Address
 from math import inf
 
+from msgspec.structs import replace
+
 from sluice.pipeline.config.suggest import did_you_mean
 from sluice.pipeline.config.types import CONVENTIONS, Config, PolicyConfig, RepeatTerminateConfig
 from sluice.pipeline.errors import ConfigError, as_one
@@ -13,19 +15,35 @@ from sluice.pipeline.errors import ConfigError, as_one
 
 def check(config: Config, origin: str) -> None:
     """Raise ConfigError with every rule that does not hold."""
+    if found := complaints(config):
+        raise ConfigError(as_one([f"{origin}: {complaint}" for complaint in found]))
+
+
+def complaints(config: Config) -> list[str]:
+    """Every rule that does not hold; those between keys are asked once each key's own rules hold."""
+    if found := _alone(config):
+        return found
+    return [complaint for rules in (_flow, _policy_and_others) for holds, complaint in rules(config) if not holds]
+
+
+def at_fault(config: Config) -> set[str]:
+    """The sections, and keys of the top level, without whose values fewer of the keys' own rules are broken."""
+    count, usual = len(_alone(config)), Config()
+    if not count:
+        return set()
+    changes = ((name, getattr(usual, name)) for name in config.__struct_fields__)
+    return {name for name, value in changes if len(_alone(replace(config, **{name: value}))) < count}
+
+
+def _alone(config: Config) -> list[str]:
     alone = (
         _identity, _numbers, _schedule, _images, _policy_numbers, _scorer_counts, _rewards, _rollouts,
         _what_a_rollout_server_takes, _history_and_servers,
     )  # fmt: skip
-    found = [complaint for checks in alone for holds, complaint in checks(config) if not holds]
-    guard = config.rollout_matching.repeat_terminate
-    found += [f"rollout_matching.repeat_terminate.{complaint}" for complaint in _guard(guard)]
-    if not found:  # these divide by others, or compare with them
-        found = [
-            complaint for checks in (_flow, _policy_and_others) for holds, complaint in checks(config) if not holds
-        ]
-    if found:
-        raise ConfigError(as_one([f"{origin}: {complaint}" for complaint in found]))
+    found = [complaint for rules in alone for holds, complaint in rules(config) if not holds]
+    return found + [
+        f"rollout_matching.repeat_terminate.{one}" for one in _guard(config.rollout_matching.repeat_terminate)
+    ]
 
 
 def check_guard(guard: RepeatTerminateConfig, origin: str, where: str = "repeat_terminate") -> None:

@@ -25,24 +25,24 @@ def did_you_mean(word: str, choices: list[str]) -> str:
 
 def refuse_unknown_keys(kind: type, tree: Any, origin: str, prefix: str = "") -> None:
     """Walk a tree beside its Struct type; raises ConfigError with every unknown key."""
-    if problems := [f"{origin}: {problem}" for problem, _, _ in unknown_keys(kind, tree, prefix)]:
+    if problems := [f"{origin}: {problem}" for problem, *_ in unknown_keys(kind, tree, prefix)]:
         raise ConfigError(as_one(problems))
 
 
 def unknown_key(kind: type, tree: Any) -> str | None:
     """The first key of a tree that its Struct type does not have, and the nearest that it has; None where all fit."""
-    return next((problem for problem, _, _ in unknown_keys(kind, tree)), None)
+    return next((problem for problem, *_ in unknown_keys(kind, tree)), None)
 
 
-def unknown_keys(kind: type, tree: Any, prefix: str = "") -> Iterator[tuple[str, dict[Any, Any], Any]]:
-    """Each key of a tree that its Struct type does not have: the problem, the mapping with the key, and the key."""
+def unknown_keys(kind: type, tree: Any, prefix: str = "") -> Iterator[tuple[str, str, dict[Any, Any], Any]]:
+    """Each key of a tree that its Struct type does not have: the problem, its dotted path, its mapping, and the key."""
     if not isinstance(tree, dict):
         return
     tree = cast("dict[Any, Any]", tree)
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     for key, value in tree.items():
         if key not in fields:
-            yield f"unknown key {prefix}{key}; {did_you_mean(str(key), list(fields))}", tree, key
+            yield f"unknown key {prefix}{key}; {did_you_mean(str(key), list(fields))}", f"{prefix}{key}", tree, key
             continue
         items_are = _struct_of_items(fields[key])
         child = items_are or _struct_of(fields[key])
@@ -54,7 +54,8 @@ def unknown_keys(kind: type, tree: Any, prefix: str = "") -> Iterator[tuple[str,
         elif isinstance(value, dict):
             places = [(f"{prefix}{key}.", cast("dict[Any, Any]", value))]
         else:
-            yield f"{prefix}{key} must be a mapping, got {value!r:.60}; remove it or fill it in", tree, key
+            problem = f"{prefix}{key} must be a mapping, got {value!r:.60}; remove it or fill it in"
+            yield problem, f"{prefix}{key}", tree, key
             continue
         for place, item in places:
             yield from unknown_keys(child, item, place)

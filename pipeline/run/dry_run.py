@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from sluice.pipeline.config import Config
-from sluice.pipeline.config.load import RESOLVED
+from sluice.pipeline.config.load import RESOLVED, Found
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.run import preflight
 from sluice.pipeline.run.preflight import Check, examine, line
@@ -35,16 +36,30 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     directories: dict[str, str]
 
 
-def rehearse(config: Config, command: str, origin: str, *, apart: bool = False) -> DryRun:
-    """Check everything that `command` needs; problems are in the checks. `apart`: see `examine_inputs`."""
-    processes = plan(config, Path(config.run_dir) / config.run / RESOLVED)
+def rehearse(read: Found, command: str, origin: str, *, apart: bool = False) -> DryRun:
+    """Check everything that `command` needs; problems are in the checks. `apart`: see `examine_inputs`.
+
+    What is wrong with the configuration hides no other problem: all that doesn't depend on it is checked too.
+    """
+    config = read.config
     inputs = preflight.inputs_of([role for role, count in counts(config).items() if count != 0])
+    hosts = {"engine": preflight.engine, "broker": preflight.broker}
     found = [
-        Check(name="config", ok=True, says=origin),
-        examine("engine", lambda: preflight.engine(config)),
-        examine("broker", lambda: preflight.broker(config)),
-        *preflight.examine_inputs(config, inputs, apart=apart),
+        *preflight.examine_config(read, origin),
+        *(examine(name, partial(hosts[name], config)) for name in preflight.can_check(hosts, read.unsure)),
+        *preflight.examine_inputs(config, preflight.can_check(inputs, read.unsure), apart=apart),
     ]
+    if read.problems:
+        return DryRun(
+            command=command,
+            run=config.run,
+            exit_code=preflight.worst(found),
+            checks=found,
+            place=unknown("not looked for: the configuration has errors"),
+            processes={},
+            addresses=[],
+            directories={},
+        )
     place, source = _place(config)
     if source and all(each.ok for each in found if each.name == "data"):
         found.append(examine("run", lambda: preflight.source(config, source)))
@@ -54,7 +69,7 @@ def rehearse(config: Config, command: str, origin: str, *, apart: bool = False) 
         exit_code=preflight.worst(found),
         checks=found,
         place=place,
-        processes=processes,
+        processes=plan(config, Path(config.run_dir) / config.run / RESOLVED),
         addresses=addresses(with_dashboard_port(config)),
         directories=directories(config),
     )
@@ -93,4 +108,4 @@ def as_text(found: DryRun) -> str:
 
 
 def _table(title: str, rows: dict[str, str]) -> list[str]:
-    return ["", title, *columns(rows.items())]
+    return ["", title, *columns(rows.items())] if rows else []

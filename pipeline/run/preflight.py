@@ -17,16 +17,17 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any, cast, get_args
+from typing import IO, Any, TypeVar, cast, get_args
 
 import msgspec
 
 from sluice.pipeline.broker import connection as connections
 from sluice.pipeline.broker.embedded import find_server
 from sluice.pipeline.child_process import tethered
-from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.config import Config
+from sluice.pipeline.config.load import Found, read_config
 from sluice.pipeline.errors import BrokerError, ConfigError, DataError, ModelError, NotReady, SluiceError, as_one
 from sluice.pipeline.prompts.rows import is_parquet
 from sluice.pipeline.roles import ROLES, Input, RoleName
@@ -37,14 +38,30 @@ from sluice.pipeline.user_modules import installed
 from sluice.pipeline.weights.versions import tensor_table
 from sluice.pipeline.wire.messages import ImageRef
 
+T = TypeVar("T", bound=str)
 _LITTLE, _LEAST = 1 << 30, 1 << 26
 _CHILD_S = 60.0  # in addition to preflight.max_s: a cold import of torch takes this long
 _TAIL_CHARS = 800
 _FIRST_ROWS = 64  # the task is tried on some of them
 _OWN = ("parse", "match", "target", "reward")  # keys of rollout_matching that name the user's functions
+_FILL_IT = (
+    'write one prompt per row, such as {"messages": [{"role": "user", "content": "…"}]}, or name another file '
+    "(data.path or --data); --set data.limit=0 starts without rows"
+)
 CHECKED = "SLUICE_PREFLIGHT_DONE"
 """Environment variable that a supervisor sets for its children."""
 GROUP = "sluice.checks"
+_READS: dict[str, frozenset[str]] = {
+    "engine": frozenset({"worker"}),
+    "broker": frozenset({"broker", "run"}),
+    "model": frozenset({"model"}),
+    "data": frozenset({"data", "images", "preflight"}),
+    "task": frozenset(
+        {"consumer", "custom", "data", "images", "policy", "preflight", "rollout", "rollout_matching", "sampling"}
+    ),
+    "disk": frozenset({"broker", "model", "run", "run_dir"}),
+}
+"""Check to the sections of the configuration without which its finding would be about something else."""
 
 
 class Note(str):
@@ -81,6 +98,17 @@ class FirstRow(msgspec.Struct, frozen=True, kw_only=True):
     truth: Any = None
     images: Sequence[ImageRef] = ()
     metadata: dict[str, Any] = {}
+
+
+def examine_config(found: Found, origin: str) -> list[Check]:
+    """One check for each problem, or the one that passed."""
+    bad = [Check(name="config", ok=False, says=one, exit_code=ConfigError.exit_code) for one in found.problems]
+    return bad or [Check(name="config", ok=True, says=origin)]
+
+
+def can_check(names: Iterable[T], unsure: Collection[str]) -> list[T]:
+    """Those whose findings hold whatever is wrong with these sections of the configuration."""
+    return [name for name in names if _READS[name].isdisjoint(unsure)]
 
 
 def examine(name: str, check: Callable[[], str]) -> Check:
@@ -254,6 +282,8 @@ def data(config: Config, *, needed: bool = False) -> str:
         return "not set (data.path or --data)"
     path, max_s = config.data.path, config.preflight.max_s
     found = cast("Callable[[Config, float], RowsFound]", installed(GROUP, "data"))(config, max_s)
+    if found.all_read and not found.read and config.data.limit != 0:
+        raise DataError(f"{path}: no rows; {_FILL_IT}")
     rows = f"{found.read:,} {'row' if found.read == 1 else 'rows'}"
     unscanned = "" if found.all_read else f"; the rest is unscanned (preflight.max_s {max_s:g})"
     if found.first_malformed is None:
@@ -264,6 +294,8 @@ def data(config: Config, *, needed: bool = False) -> str:
     count = f"{found.malformed:,} of {rows} malformed, the first at {found.first_malformed}"
     if config.data.on_malformed == "stop":
         raise DataError(f"{count}; fix it, or skip such rows: --set data.on_malformed=skip{unscanned}")
+    if found.all_read and found.malformed == found.read:
+        raise DataError(f"{path}: {count}, so that none is left; {_FILL_IT}")
     return Note(f"{path}: {count}; they are skipped{unscanned}")
 
 
@@ -328,20 +360,16 @@ class Diagnosis(msgspec.Struct, kw_only=True):
 
 def diagnose(config: Path | None, overrides: tuple[str, ...], *, as_json: bool = False) -> int:
     """Print one line per check; returns the exit code of the first problem, else 0."""
-    found = [examine("python", python), examine("engine", engine)]
-    settings: Config | None = None
     try:
-        settings = load_config(config, overrides)
-        found.append(Check(name="config", ok=True, says=str(config or "defaults")))
-    except ConfigError as error:
-        found.append(Check(name="config", ok=False, says=str(error), exit_code=error.exit_code))
-    known = settings or Config()
-    found.append(examine("broker", lambda: broker(known)))
-    if settings is None or not settings.model.path:
-        inputs: tuple[Input, ...] = ("model", "data")
-    else:
-        inputs = ("model", "data", "task")
-    found += examine_inputs(known, inputs, needed=False)
+        read = read_config(config, overrides)
+    except ConfigError as error:  # no configuration at all
+        read = Found(Config(), [str(error)], frozenset[str]().union(*_READS.values()))
+    settings = read.config
+    found = [examine("python", python), examine("engine", engine), *examine_config(read, str(config or "defaults"))]
+    if can_check(["broker"], read.unsure):
+        found.append(examine("broker", lambda: broker(settings)))
+    inputs: tuple[Input, ...] = ("model", "data", "task") if settings.model.path else ("model", "data")
+    found += examine_inputs(settings, can_check(inputs, read.unsure), needed=False)
     code = worst(found)
     if as_json:
         print_json(Diagnosis(exit_code=code, checks=found))

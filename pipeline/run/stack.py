@@ -202,11 +202,6 @@ INTERRUPTED = 130
 _GO_ON = "run the same command again to continue"
 
 
-def with_workers(config: Config, count: int) -> Config:
-    """The same configuration with another number of workers."""
-    return msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, count=count))
-
-
 def with_dashboard_port(config: Config) -> Config:
     """The same configuration, with a free dashboard port if its own is taken or 0."""
     listener, config = dashboard_listener(config)

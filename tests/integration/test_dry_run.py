@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from sluice.pipeline.config import load_config
+from sluice.pipeline.config.load import read_config
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.run.dry_run import DryRun, as_text, rehearse
 from sluice.pipeline.wire.keys import Keys
@@ -37,7 +37,7 @@ def settings(home: Path, keys: Keys, *more: str, url: str | None = None, data: s
 
 
 def dry(home: Path, keys: Keys, *more: str, **named: Any) -> DryRun:
-    return rehearse(load_config(None, settings(home, keys, *more, **named)), "up", "defaults")
+    return rehearse(read_config(None, settings(home, keys, *more, **named)), "up", "defaults")
 
 
 def tree(home: Path) -> dict[str, tuple[int, bytes]]:
@@ -142,6 +142,54 @@ def test_a_start_is_refused_with_every_problem_and_leaves_nothing(
     for words in ("bad.jsonl:3: malformed row", "rollout_matching.match: cannot import", "rollout_matching.target: "):
         assert words in said
     assert tree(home) == files
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("trainer.checkpoint_every=2", "trainer.checkpoint_every 2 must be 1"),
+        ("policy.enabled=false", "policy.enabled is false"),
+        ("worker.cuont=2", "did you mean 'count'?"),
+        ("worker.max_batch=0", "worker.max_batch must be > 0"),
+    ],
+    ids=["rule between keys", "reward without a policy", "unknown key", "number"],
+)
+@pytest.mark.parametrize("command", ["run", "doctor"])
+def test_what_is_wrong_with_the_configuration_hides_nothing_else(
+    home: Path, keys: Keys, capsys: pytest.CaptureFixture[str], command: str, more: str, said: str
+) -> None:
+    named = [more, f"model.path={home / 'nomodel'}", "rollout_matching.reward=nosuch.py:score"]
+    arguments = [word for item in settings(home, keys, *named, data="no.jsonl") for word in ("--set", item)]
+    assert call(command, *arguments) == 2, "the configuration is the first of the checks"
+    shown = "".join(capsys.readouterr())
+    for words in (said, "nomodel: no such directory", "no.jsonl: no such file", "nosuch.py: no such file"):
+        assert words in shown, shown
+    assert command == "doctor" or "problems; nothing was started" in shown
+
+
+def test_a_check_is_left_out_where_its_own_section_is_wrong(
+    home: Path, keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["model.pth=elsewhere", "model.path=''", "data.limit=-1", "producer.max_in_flight=none"]
+    arguments = [word for item in settings(home, keys, *more) for word in ("--set", item)]
+    assert call("up", "--dry-run", "--json", *arguments) == 2
+    shown = json.loads(capsys.readouterr().out)
+    assert {check["name"] for check in shown["checks"]} == {"config", "engine", "broker", "data", "task"}
+    assert [check["name"] for check in shown["checks"] if not check["ok"]] == ["config", "config"]
+    assert not shown["processes"]
+    arguments = [word for item in settings(home, keys, "data.limit=-1") for word in ("--set", item)]
+    assert call("up", "--dry-run", *arguments) == 2
+    shown = capsys.readouterr().out
+    assert "WRONG config   defaults: data.limit must be >= 0, got -1" in shown
+    assert "ok    model" in shown
+    assert "data     " not in shown
+    assert "processes" not in shown
+
+
+def test_the_number_of_workers_keeps_its_rule(home: Path, keys: Keys, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [word for item in settings(home, keys) for word in ("--set", item)]
+    assert call("run", "--workers", "-1", *arguments) == 2
+    assert "worker.count must be >= 0, got -1" in capsys.readouterr().err
 
 
 def test_data_and_a_model_must_be_named(home: Path, keys: Keys, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,10 +171,13 @@ async def test_other_data_under_the_same_run_are_refused(
     assert isinstance(first_cause(caught.value), ConfigError)
 
 
-async def test_an_empty_file_is_exhausted_at_once(
+async def test_an_empty_file_is_refused_and_exhausted_at_once_where_no_row_is_asked_for(
     broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
 ) -> None:
-    await produce(config_of(broker_config, keys, tmp_path, [""]))
+    with pytest.raises(DataError, match="no rows"):
+        await produce(config_of(broker_config, keys, tmp_path, [""]))
+    assert not (await snapshot(client, keys)).exhausted
+    await produce(config_of(broker_config, keys, tmp_path, [""], limit=0))
     now = await snapshot(client, keys)
     assert (now.enqueued, now.total, now.complete) == (0, 0, True)
 

@@ -8,7 +8,7 @@ import pytest
 
 from sluice.pipeline.config import Config, load_config
 from sluice.pipeline.config.types import WorkerConfig
-from sluice.pipeline.errors import NotReady, SluiceError
+from sluice.pipeline.errors import DataError, NotReady, SluiceError
 from sluice.pipeline.run import preflight
 from sluice.pipeline.run.preflight import Check
 from sluice.pipeline.run.stack import child_environment, counts
@@ -56,6 +56,19 @@ def test_a_child_reads_a_configuration_without_limits(tmp_path: Path) -> None:
     [check] = preflight.examine_inputs(load_config(None, more, {}), ["data"], apart=True)
     assert check.ok, check.says
     assert "1 row" in check.says
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("", "no rows; write one"), ("\n\n", "no rows; write one"), ("{}\n", "none is left")]
+)
+def test_a_file_without_a_usable_row_is_an_error(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    named = [f"data.path={tmp_path / 'rows.jsonl'}", "data.on_malformed=skip"]
+    for more in ([], ["preflight.max_s=0"])[: 1 if "none" in said else 2]:
+        with pytest.raises(DataError, match=said):
+            preflight.data(load_config(None, [*named, *more], {}), needed=True)
+    if not text.strip():
+        assert "0 rows" in preflight.data(load_config(None, [*named, "data.limit=0"], {}), needed=True)
 
 
 def test_a_path_that_nobody_may_look_at_is_an_error_of_its_check() -> None:
