@@ -32,6 +32,10 @@ class Reference:
     mismatch: float = 0.0
     measured: int = 0
     beyond: int = 0
+    kl: float = 0.0
+    reference_kl: float = 0.0
+    referenced: int = 0
+    unreferenced: int = 0
 
 
 def reference(tokens: Iterable[Token], mask: Iterable[bool], options: PolicyConfig) -> tuple[Reference, np.ndarray]:
@@ -65,6 +69,7 @@ def _one(found: Reference, token: Token, options: PolicyConfig) -> float:
         found.floored += 1
         return 0.0
     found.kept += 1
+    found.unreferenced += 1  # no KL term: tests/unit/consumers/test_reference_kl.py
     found.behaviour_weight += weight
     found.loss += pg * weight
     return slope * weight

@@ -91,7 +91,7 @@ _PLANS = (
     ),
     _Plan(
         "kl", "KL, k3", "nats a token", "how far the weights moved between sampling and training",
-        {"policy/approx_kl": "proximal to trained"},
+        {"policy/approx_kl": "proximal to trained", "policy/kl_reference": "trained to reference"},
     ),
     _Plan(
         "staleness", "Staleness", "versions", "of the sampled tokens when they were trained",

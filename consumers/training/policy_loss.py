@@ -17,6 +17,7 @@
   measured tokens of a sequence, at all of its tokens. Elsewhere m is unmeasured, and 1: also where the trainer computed
   `proximal` itself, as the engine's is unknown.
 - `entropy_coef` c: - c·Σ kept entropies / max(1, Σ m), whatever the aggregation.
+- `kl_coef` β: + β·Σ m·u·kl / N over the kept tokens with a reference score (reference.py), u and N as above.
 - A token excluded by mask, cap, floor or mismatch has exactly zero gradient, whatever its values and whatever the
   surrogate does with them.
 
@@ -45,6 +46,7 @@ from torch import Tensor
 from sluice.consumers.pack import PackedRows
 from sluice.consumers.samples import group_advantages
 from sluice.consumers.training.proximal import proximal_of
+from sluice.consumers.training.reference import kl_estimate
 from sluice.consumers.training.row_logits import RowLogits
 from sluice.consumers.training.surrogate import PolicyTokens, Surrogate, load_surrogate, losses_of
 from sluice.pipeline.config.types import PolicyConfig
@@ -72,6 +74,10 @@ class PolicySums(NamedTuple):
     mismatch: Tensor  # Σ m over the measured tokens inside cap and floor, before it is cut
     measured: Tensor  # these tokens
     beyond: Tensor  # tokens that `mismatch` cut or left out
+    kl: Tensor  # Σ m·u·kl over the kept tokens with a reference score; with gradient
+    reference_kl: Tensor  # Σ k3 of trained ‖ reference over these tokens, whatever the estimator
+    referenced: Tensor  # these tokens
+    unreferenced: Tensor  # kept tokens without one
 
 
 def policy_loss(
@@ -88,13 +94,15 @@ def policy_loss(
     entropies: Tensor | None = None,
     sequences: Tensor | None = None,
     num_sequences: int = 1,
+    reference: Tensor | None = None,
 ) -> PolicySums:
     """Sums over the tokens where `mask` is True.
 
     `logp` (with gradient), `proximal`, `behaviour`: log-probabilities in nats of the same tokens; `advantages`;
     all float, `mask` bool, all of one shape. `surrogate`: None for that of `options.loss`; `shares` float: u, None for
     1; `measured` bool: see above, None for nowhere; `entropies` float, nats, with gradient, None for 0; `sequences`
-    int64: number of each token's sequence below `num_sequences`, None for one sequence.
+    int64: number of each token's sequence below `num_sequences`, None for one sequence; `reference` float, nats: under
+    the reference, NaN where there is no score, None for no KL term.
 
     Computed in float32 or wider; float64 stays float64. The log-ratios of the metrics are clamped to ±20; those of the
     loss are not.
@@ -136,6 +144,10 @@ def policy_loss(
     losses, clipped, dual_clipped = losses_of(surrogate or load_surrogate(options), tokens, options)
     weighted = losses.where(kept, 0) * weight
     change = _bounded(logp.detach() - proximal, mask)
+    reference = torch.full_like(sampled, math.nan) if reference is None else reference.detach().to(logp)
+    held = kept & reference.isfinite()
+    kl = kl_estimate(logp.where(held, 0), reference.where(held, 0), options.kl_estimator)
+    drift = _bounded(reference - sampled, held)
     return PolicySums(
         loss=(weighted if shares is None else weighted * shares).sum(),
         tokens=mask.sum(),
@@ -152,6 +164,10 @@ def policy_loss(
         mismatch=mismatch.where(known, 0).sum(),
         measured=known.sum(),
         beyond=beyond.sum(),
+        kl=(kl if shares is None else kl * shares).sum(),
+        reference_kl=(drift.expm1() - drift).sum(),
+        referenced=held.sum(),
+        unreferenced=(kept & ~held).sum(),
     )
 
 
@@ -167,7 +183,8 @@ class PolicyRows(NamedTuple):
     """Laid out like the packed rows, all [R, L]; 0 (versions -1) where the mask is off. `versions` is -1 too where the
     trainer scored the token itself: no engine's score is there to compare with.
 
-    bool, 3 × float32, int32, int64; `sequences` has the index of the sample.
+    bool, 3 × float32, int32, int64, float32; `sequences` has the index of the sample, `reference` NaN where there is no
+    score.
     """
 
     mask: np.ndarray
@@ -176,6 +193,7 @@ class PolicyRows(NamedTuple):
     advantages: np.ndarray
     versions: np.ndarray
     sequences: np.ndarray
+    reference: np.ndarray
 
 
 def policy_mask(sample: TrainingSample) -> np.ndarray:
@@ -198,15 +216,19 @@ def policy_mask(sample: TrainingSample) -> np.ndarray:
 
 
 def policy_rows(
-    samples: Sequence[TrainingSample], packed: PackedRows, own: Mapping[str, np.ndarray] | None = None
+    samples: Sequence[TrainingSample],
+    packed: PackedRows,
+    own: Mapping[str, np.ndarray] | None = None,
+    reference: Mapping[str, np.ndarray] | None = None,
 ) -> PolicyRows:
-    """The policy arrays of the samples in these rows; `own` as in `PolicyTerm`."""
+    """The policy arrays of the samples in these rows; `own` and `reference` as in `PolicyTerm`."""
     shape = packed.input_ids.shape
     rows = PolicyRows(
         np.zeros(shape, dtype=bool),
         *(np.zeros(shape, dtype=np.float32) for _ in range(3)),
         versions=np.full(shape, -1, dtype=np.int32),
         sequences=np.zeros(shape, dtype=np.int64),
+        reference=np.full(shape, np.nan, dtype=np.float32),
     )
     for place in packed.places:
         sample = samples[place.sample]
@@ -219,6 +241,8 @@ def policy_rows(
         rows.proximal[at] = np.where(mask, proximal_of(sample)[0], 0)
         rows.behaviour[at] = np.where(mask, np.array(sample.logprobs), 0)
         rows.advantages[at] = np.where(mask, sample.advantage, 0)
+        if reference and sample.seq_id in reference:
+            rows.reference[at] = np.where(mask, reference[sample.seq_id], np.nan)
         if len(sample.versions):
             known = mask & ~own[sample.seq_id] if own and sample.seq_id in own else mask
             rows.versions[at] = np.where(known, np.array(sample.versions.expand()), -1)
@@ -245,11 +269,13 @@ class PolicyTerm:
         version: int | None,
         surrogate: Surrogate | None = None,
         own: Mapping[str, np.ndarray] | None = None,
+        reference: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """`version`: of the weights before the step; `surrogate`: None for that of `options.loss`; `own`: by seq_id,
-        bool (len(token_ids),), the tokens whose proximal logprob the trainer computed.
+        bool (len(token_ids),), the tokens whose proximal logprob the trainer computed; `reference`: by seq_id, float
+        of that shape, logprobs under `kl_reference`, NaN where there is none.
         """
-        self._own = own
+        self._own, self._reference = own, reference
         self._samples, self._options, self._version = batch_normalised(samples, options), options, version
         self._surrogate = surrogate or load_surrogate(options)
         counts = [int(policy_mask(sample).sum()) for sample in samples]
@@ -260,9 +286,9 @@ class PolicyTerm:
 
     def loss(self, logits: RowLogits, packed: PackedRows) -> Tensor:
         """The part of these rows in the loss of the batch."""
-        rows = policy_rows(self._samples, packed, self._own)
+        rows = policy_rows(self._samples, packed, self._own, self._reference)
         device = logits.device
-        mask, proximal, behaviour, advantages, versions, sequences = (
+        mask, proximal, behaviour, advantages, versions, sequences, reference = (
             torch.from_numpy(part[:, 1:]).to(device) for part in rows
         )
         targets = torch.from_numpy(packed.input_ids[:, 1:]).to(device)
@@ -284,6 +310,7 @@ class PolicyTerm:
             entropies=entropies,
             sequences=sequences,
             num_sequences=len(self._samples),
+            reference=reference if self._options.kl_coef else None,
         )
         values = torch.stack([value.detach().double() for value in sums]).tolist()
         for name, value in zip(sums._fields, values, strict=True):
@@ -291,6 +318,8 @@ class PolicyTerm:
         if self._version is not None:
             self._compare(logp.detach(), behaviour, mask & (versions == self._version))
         loss = sums.loss / self._divisor
+        if self._options.kl_coef:
+            loss = loss + self._options.kl_coef * sums.kl / self._divisor
         if entropies is None:
             return loss
         return loss - self._options.entropy_coef * sums.entropy / max(1, self._tokens)
@@ -323,6 +352,11 @@ class PolicyTerm:
         }
         if self._options.entropy_coef:
             found["policy/entropy"] = sums["entropy"] / kept
+        if self._options.kl_coef:
+            if sums["referenced"]:
+                found["policy/kl_reference"] = sums["reference_kl"] / sums["referenced"]
+            found["policy/kl_loss"] = sums["kl"] / self._divisor
+            found["policy/missing_reference_tokens"] = sums["unreferenced"]
         if self._options.mismatch != "none":
             if sums["measured"]:
                 found["policy/mismatch_weight"] = sums["mismatch"] / sums["measured"]

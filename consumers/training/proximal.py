@@ -108,22 +108,27 @@ def plan(sample: TrainingSample, version: int, options: PolicyConfig) -> Plan:
 
 def score_jobs(plan: Plan, run: str) -> list[ScoreJob]:
     """One per version that has to score tokens of this sample; positions count from the end of the prompt."""
-    sample, start = plan.sample, plan.sample.prompt_len
-    wanted, sampled = plan.versions + 1, Runs.of((plan.versions[start:] >= 0).tolist())
+    wanted = plan.versions + 1
     return [
-        ScoreJob(
-            run=run,
-            seq_id=sample.seq_id,
-            prompt_token_ids=TokenArray(sample.token_ids[:start]),
-            token_ids=TokenArray(sample.token_ids[start:]),
-            images=sample.images,
-            sampled=sampled,
-            positions=TokenArray((np.flatnonzero(plan.ask & (wanted == version)) - start).tolist()),
-            version=version,
-            temperature=sample.temperature,
-        )
+        score_job(plan, plan.ask & (wanted == version), version, run)
         for version in sorted(set(wanted[plan.ask].tolist()))
     ]
+
+
+def score_job(plan: Plan, where: Mask, version: int, run: str) -> ScoreJob:
+    """For the tokens of the sample at `where`, all behind its prompt."""
+    sample, start = plan.sample, plan.sample.prompt_len
+    return ScoreJob(
+        run=run,
+        seq_id=sample.seq_id,
+        prompt_token_ids=TokenArray(sample.token_ids[:start]),
+        token_ids=TokenArray(sample.token_ids[start:]),
+        images=sample.images,
+        sampled=Runs.of((plan.versions[start:] >= 0).tolist()),
+        positions=TokenArray((np.flatnonzero(where) - start).tolist()),
+        version=version,
+        temperature=sample.temperature,
+    )
 
 
 def scores_by_place(plan: Plan, results: Iterable[ScoreResult]) -> dict[int, float]:

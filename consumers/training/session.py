@@ -42,7 +42,7 @@ from sluice.consumers.training.step_log import StepRecords
 from sluice.consumers.training.trackers import Trackers
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.streams import Entry, ack_batches, batch_reader
-from sluice.pipeline.errors import DeadlineExceeded, MessageError, TaskError, WeightsError, first_cause
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded, MessageError, TaskError, WeightsError, first_cause
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.trained import begin_again, recognise
 from sluice.pipeline.run.role import Role
@@ -150,6 +150,7 @@ class Session:
             manifest = await self._write_version(weights, state)
         await self._ack()
         await self._register(manifest, weights)
+        await self._keep_reference()
         await self._owner.confirm()
         await asyncio.to_thread(self._records.resume, state.step, state.recent)
         self._unread.extend(await self._reader.open())
@@ -412,12 +413,33 @@ class Session:
         return await self._writing(versions.write_version, weights.directory, self.root, manifest, self._fence())
 
     async def _register(self, manifest: WeightVersion, weights: Weights | None) -> None:
-        latest, retention = await self._registry.latest(), self._config.weights.retention
+        latest, retention, keep = await self._registry.latest(), self._config.weights.retention, self._reference
         if latest is None or latest <= manifest.version:
-            await self._registry.register(manifest, self._owner.key, self._owner.nonce, retention)
-            await asyncio.to_thread(versions.retire, self.root, manifest.version, retention)
+            await self._registry.register(manifest, self._owner.key, self._owner.nonce, retention, keep)
+            await asyncio.to_thread(versions.retire, self.root, manifest.version, retention, keep)
             get_logger().info("published", version=manifest.version, digest=manifest.digest[:12])
         self._published = (manifest.version, weights.score) if weights else None
+
+    @property
+    def _reference(self) -> int | None:
+        return self._config.policy.reference
+
+    async def _keep_reference(self) -> None:
+        """Scorers find the reference in the registry: another broker doesn't know it, nor one that lost its data."""
+        number = self._reference
+        if number is None or self._config.trainer.external:
+            return
+        directory = self.root / f"v{number:06d}"
+        if not directory.is_dir():
+            raise ConfigError(
+                f"policy.kl_reference {number}: {self.root} has no version {number}; a version is kept for it from the "
+                "start that names it, so name one that is still there, or start a run of another name (--set run=NAME) "
+                "from the weights that should be the reference"
+            )
+        if await self._registry.get(number) is None:
+            manifest = replace(await asyncio.to_thread(versions.read_manifest, directory), path=str(directory))
+            retention = self._config.weights.retention
+            await self._registry.register(manifest, self._owner.key, self._owner.nonce, retention, number)
 
     def _fence(self) -> Fence:
         loop = asyncio.get_running_loop()

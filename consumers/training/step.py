@@ -69,17 +69,20 @@ class TrainStep:
         *,
         version: int | None = None,
         own: Mapping[str, np.ndarray] | None = None,
+        reference: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, float]:
         """Train once on the samples; returns numbers under `train/` keys, and `policy/` ones with a policy loss.
 
         `train/loss` is the cross-entropy only; `version` is that of the weights before this step, None if they
-        have none; `own` as in `PolicyTerm`. A non-finite gradient skips the update and is counted.
+        have none; `own` and `reference` as in `PolicyTerm`. A non-finite gradient skips the update and is counted.
         """
         total = max(sum(sum(sample.weights) for sample in samples), 1e-8)
         boxes = max(1, sum(len(sample.geometry) for sample in samples))
         rate = self._learning_rate(step)
         ce_sum = geometry_sum = 0.0
-        policy = PolicyTerm(samples, self._policy, version, self._surrogate, own) if self._policy.enabled else None
+        policy = None
+        if self._policy.enabled:
+            policy = PolicyTerm(samples, self._policy, version, self._surrogate, own, reference)
         for packed in self._forward.micro_batches(samples):
             ce, geometry, of_policy = self._losses(packed, samples, policy)
             loss = ce / total + geometry / boxes + of_policy

@@ -11,6 +11,7 @@
 
 - With a policy loss every sampled token gets the proximal logprob that the loss uses, or is marked. Samples without an
   advantage take no part in it and pass unchanged. Scores that don't arrive in time are counted as missing.
+- With `policy.kl_coef` the tokens are scored under the reference as well (reference.py), in the same ask.
 - A version is registered only from a durable checkpoint that holds exactly those weights.
 """
 
@@ -36,6 +37,7 @@ from sluice.consumers.training.distributed import Shard, sharding
 from sluice.consumers.training.images import SampleImages, pixels_of
 from sluice.consumers.training.model import load_policy, probe_score, probe_tokens
 from sluice.consumers.training.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
+from sluice.consumers.training.reference import is_the_trainers, reference_jobs, reference_scores
 from sluice.consumers.training.session import Fence, Session, Weights
 from sluice.consumers.training.step import TrainStep
 from sluice.consumers.training.trackers import Trackers
@@ -130,7 +132,8 @@ class Trainer:
         record: dict[str, float] = {}
         if samples:
             started, number, version = time.monotonic(), session.state.step + 1, session.state.version
-            record = await asyncio.to_thread(self._step.run, samples, number, version=version, own=ready.own)
+            scores = {"own": ready.own, "reference": ready.reference}
+            record = await asyncio.to_thread(self._step.run, samples, number, version=version, **scores)
             record["train/step_s"] = time.monotonic() - started
             record["train/score_s"] = started - taken_at
             record |= self._filler.record() if self._filler else {}
@@ -184,6 +187,7 @@ class Ready:
     samples: list[TrainingSample]
     letters: dict[str, DeadLetter]  # by seq_id
     own: dict[str, np.ndarray] = field(default_factory=dict)  # by seq_id: bool [T], tokens that the trainer scored
+    reference: dict[str, np.ndarray] = field(default_factory=dict)  # by seq_id: float [T], NaN where there is no score
 
 
 class Filler:
@@ -203,8 +207,13 @@ class Filler:
             results = await asking
         if results is None:
             return None
-        done = await asyncio.to_thread(self._join, plans, recomputed, results)
+        answers: dict[str, list[ScoreResult]] = {}
+        for result in results:
+            answers.setdefault(result.seq_id, []).append(result)
+        done = await asyncio.to_thread(self._join, plans, recomputed, answers)
         ready = self._sort(samples, done)
+        if self._options.reference is not None:
+            ready.reference.update(reference_scores(plans, self._options.reference, recomputed, answers))
         ready.own.update({seq_id: each.recompute for seq_id, each in plans.items() if each.recompute.any()})
         return ready
 
@@ -218,13 +227,16 @@ class Filler:
         return {sample.seq_id: plan(sample, version, self._options) for sample in members}
 
     def _recompute(self, plans: Sequence[Plan]) -> dict[str, list[float]]:
-        wanted = [each.sample for each in plans if each.recompute.any()]
+        reference = self._options.reference
+        wanted = [each.sample for each in plans if each.recompute.any() or is_the_trainers(each, reference)]
         scores = self._own.score(wanted) if wanted else []
         return {sample.seq_id: row for sample, row in zip(wanted, scores, strict=True)}
 
     async def _ask(self, plans: Sequence[Plan]) -> list[ScoreResult] | None:
         """The answers that arrived in time; None if the process is asked to stop."""
-        jobs = [job for each in plans for job in score_jobs(each, self._role.config.run)]
+        run = self._role.config.run
+        jobs = [job for each in plans for job in score_jobs(each, run)]
+        jobs += reference_jobs(plans, self._options.reference, run)
         if not jobs or not self._role.config.scorer.count:
             return []
         samples = len({job.seq_id for job in jobs})
@@ -238,11 +250,8 @@ class Filler:
         return results
 
     def _join(
-        self, plans: dict[str, Plan], recomputed: dict[str, list[float]], results: Sequence[ScoreResult]
+        self, plans: dict[str, Plan], recomputed: dict[str, list[float]], answers: dict[str, list[ScoreResult]]
     ) -> dict[str, Filled]:
-        answers: dict[str, list[ScoreResult]] = {}
-        for result in results:
-            answers.setdefault(result.seq_id, []).append(result)
         return {
             seq_id: fill(
                 each, recomputed.get(seq_id, []), scores_by_place(each, answers.get(seq_id, [])), self._options

@@ -267,6 +267,11 @@ def policy_warnings(config: Config) -> list[str]:
             f"overlong_buffer ({overlong - policy.overlong_buffer}), since sampling.max_new_tokens is {longest}; "
             "lower it"
         )
+    if policy.kl_coef and policy.kl_estimator == "k1":
+        found.append(
+            "policy.kl_estimator k1: on tokens of the trainer's own version its gradient is 0 on average, so it holds "
+            "the weights to nothing; set it to k2 or k3"
+        )
     if policy.clip_eps_high is not None and policy.clip_eps_high < policy.clip_eps:
         found.append(
             f"policy.clip_eps_high {policy.clip_eps_high} is below policy.clip_eps {policy.clip_eps}: unlikely tokens "
@@ -276,7 +281,16 @@ def policy_warnings(config: Config) -> list[str]:
 
 
 def _without_effect(policy: PolicyConfig) -> list[str]:
-    names = ("loss", "entropy_coef", "mismatch", "zero_variance", "mask_truncated", "overlong_tokens", "ce_weight")
+    names = (
+        "loss",
+        "entropy_coef",
+        "kl_coef",
+        "mismatch",
+        "zero_variance",
+        "mask_truncated",
+        "overlong_tokens",
+        "ce_weight",
+    )
     usual = PolicyConfig()
     changed = [name for name in names if getattr(policy, name) != getattr(usual, name)]
     if not changed:
@@ -302,6 +316,14 @@ def _policy_numbers(config: Config) -> list[tuple[bool, str]]:
         (
             0 <= policy.entropy_coef < inf,
             f"policy.entropy_coef {policy.entropy_coef} must be a finite number of at least 0, 0 for none",
+        ),
+        (
+            0 <= policy.kl_coef < inf,
+            f"policy.kl_coef {policy.kl_coef} must be a finite number of at least 0, 0 for none",
+        ),
+        (
+            policy.kl_reference >= 0,
+            f"policy.kl_reference {policy.kl_reference} must be a weight version, 0 for what the run started from",
         ),
         (
             1 < policy.mismatch_cap < inf,
@@ -369,6 +391,10 @@ def _policy_and_others(config: Config) -> list[tuple[bool, str]]:
             not policy.enabled or every == 1,
             f"trainer.checkpoint_every {every} must be 1 with policy.enabled: the trainer's weights must be a "
             "published version at every step",
+        ),
+        (
+            policy.reference is None or config.scorer.count > 0,
+            f"policy.kl_coef {policy.kl_coef} needs scorer.count of at least 1: scorers score the reference",
         ),
         (
             policy.mismatch == "none" or not config.trainer.dropout,

@@ -135,6 +135,9 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     overlong_tokens: int | None = None  # sampled tokens; the reward falls by 1 over the last overlong_buffer before
     overlong_buffer: int = 0  # tokens; 0: by 1 at once, beyond overlong_tokens
     entropy_coef: float = 0.0  # times the mean entropy (nats) of the trained tokens, subtracted from the loss
+    kl_coef: float = 0.0  # times the mean KL to kl_reference, added to the loss; scorers score the reference
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # of that KL; see policy.md
+    kl_reference: int = 0  # a weight version that stays on disk; 0: what the run started from
     mismatch: Literal["none", "truncate", "mask"] = "none"  # correction of engine versus trainer; see policy.md
     mismatch_cap: float = 2.0  # C: weights above it are cut; mask: tokens outside [1/C, C] are left out
     mismatch_level: Literal["token", "sequence"] = "token"  # sequence: the product over its tokens
@@ -148,6 +151,11 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     on_stale: Literal["mask", "drop"] = "mask"  # mask the token, or drop its sample
     on_missing_proximal: Literal["mask", "behaviour", "drop"] = "mask"  # mask the token, take w = 1, or drop its sample
     score_wait_s: float = 60.0  # how long the trainer waits for score jobs; unscored tokens are then `missing`
+
+    @property
+    def reference(self) -> int | None:
+        """The version that the loss has scored beside its own, and that no retention deletes; None: none."""
+        return self.kl_reference if self.enabled and self.kl_coef else None
 
 
 class ScorerConfig(Section, frozen=True, kw_only=True):
@@ -356,7 +364,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 class WeightsConfig(Section, frozen=True, kw_only=True):
     """Published versions."""
 
-    retention: int = 4  # newest versions to keep on disk; >= max_staleness + 2
+    retention: int = 4  # newest versions to keep on disk, beside policy.kl_reference; >= max_staleness + 2
     load_timeout_s: float = 600.0  # a worker that hasn't loaded a version by then ends, and its jobs go back
     probe_tokens: int = 16  # length of the prompt that verifies a loaded version
     probe_tolerance: float = 1e-2  # nats per probe token between trainer and worker; ten times that in half precision

@@ -54,11 +54,19 @@ class WeightsRegistry:
         except MessageError as error:
             raise WeightsError(f"version {version}: unreadable registry entry ({error})") from error
 
-    async def register(self, manifest: WeightVersion, owner_key: str, nonce: str, retention: int) -> None:
-        """Make a version visible to the workers; idempotent. Raises WeightsError, or as `why_fenced`."""
+    async def register(
+        self, manifest: WeightVersion, owner_key: str, nonce: str, retention: int, keep: int | None = None
+    ) -> None:
+        """Make a version visible to the workers; idempotent. Raises WeightsError, or as `why_fenced`.
+
+        `keep`: a version that stays registered beside the newest `retention`. That one alone may be older than the
+        newest, and is put back then.
+        """
         names = PublishKeys(versions=self._keys.versions, latest=self._keys.latest, owner=owner_key)
         version, digest = manifest.version, manifest.digest
-        request = Publish(nonce=nonce, version=version, digest=digest, manifest=encode(manifest), retention=retention)
+        request = Publish(
+            nonce=nonce, version=version, digest=digest, manifest=encode(manifest), retention=retention, keep=keep
+        )
         answer = await self._scripts.ask(names, request)
         if answer == "fenced":
             raise await why_fenced(self._scripts, owner_key)

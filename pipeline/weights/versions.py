@@ -147,12 +147,12 @@ def numbered_directories(root: Path) -> list[tuple[int, Path]]:
     return sorted((number, path) for number, path in found if number is not None and number <= MOST_VERSION)
 
 
-def retire(root: Path, newest: int, retention: int) -> None:
-    """Delete versions older than the newest `retention`, and leftovers of a killed writer."""
+def retire(root: Path, newest: int, retention: int, keep: int | None = None) -> None:
+    """Delete versions older than the newest `retention`, except `keep`, and leftovers of a killed writer."""
     for aside in root.glob(".v*.tmp"):
         shutil.rmtree(aside, ignore_errors=True)
     for number, directory in numbered_directories(root):
-        if number <= newest - retention:
+        if number <= newest - retention and number != keep:
             shutil.rmtree(directory)
 
 

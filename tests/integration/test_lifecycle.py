@@ -150,9 +150,11 @@ class Publisher:
     def __init__(self, client: Any, keys: Keys) -> None:
         self.registry, self.owner = WeightsRegistry(client, keys), Ownership(client, keys, "trainer")
 
-    async def publish(self, version: int, digest: str = "d", retention: int = 3) -> None:
-        manifest = WeightVersion(version=version, path="p", digest=f"{digest}{version}")
-        await self.registry.register(manifest, self.owner.key, self.owner.nonce, retention)
+    async def publish(
+        self, version: int, digest: str = "d", retention: int = 3, keep: int | None = None, path: str = "p"
+    ) -> None:
+        manifest = WeightVersion(version=version, path=path, digest=f"{digest}{version}")
+        await self.registry.register(manifest, self.owner.key, self.owner.nonce, retention, keep)
 
 
 async def test_versions_only_rise_and_keep_one_digest_each(client: Any, keys: Keys) -> None:
@@ -176,6 +178,28 @@ async def test_the_registry_forgets_retired_versions_but_never_their_digests(cli
         assert [number for number in range(51) if await trainer.registry.get(number)] == kept
     with pytest.raises(WeightsError, match="conflict"):
         await trainer.publish(0, "other")
+
+
+async def test_the_version_to_keep_outlives_every_retention_and_can_be_put_back(client: Any, keys: Keys) -> None:
+    trainer = Publisher(client, keys)
+    assert await trainer.owner.try_acquire()
+
+    async def registered() -> list[int]:
+        return [number for number in range(51) if await trainer.registry.get(number)]
+
+    for version, kept in ((0, [0]), (1, [0, 1]), (2, [1, 2]), (3, [1, 2, 3]), (9, [1, 9]), (50, [1, 50])):
+        await trainer.publish(version, retention=2, keep=1)
+        assert await registered() == kept
+    await client.delete(keys.versions)
+    await trainer.publish(1, retention=2, keep=1, path="elsewhere")
+    restored = await trainer.registry.get(1)
+    assert restored is not None
+    assert restored.path == "elsewhere"
+    assert await registered() == [1]
+    assert await trainer.registry.latest() == 50, "workers don't go back to it"
+    for version, digest, why in ((2, "d", "order"), (1, "other", "conflict")):
+        with pytest.raises(WeightsError, match=rf"version {version} refused \({why}\)"):
+            await trainer.publish(version, digest, keep=1)
 
 
 async def test_the_next_number_is_one_that_nobody_has_used(client: Any, keys: Keys, tmp_path: Path) -> None:

@@ -9,16 +9,20 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from sluice.consumers.training.step import TrainStep
 from sluice.consumers.training.step_log import read_rollouts, read_steps
 from sluice.consumers.training.trainer import Trainer
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
 from sluice.pipeline.config.types import BrokerConfig, Config, PolicyConfig, ScorerConfig, WeightsConfig
+from sluice.pipeline.errors import ConfigError, first_cause
 from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, TrainingSample, decode, encode
 from sluice.pipeline.wire.tokens import FloatArray, Runs
@@ -278,3 +282,97 @@ async def test_a_batch_of_drops_that_the_broker_brings_again_is_dropped_again(
     await client.xdel(keys.dropped, first[0])
     await train(config, source)
     await assert_ended(client, keys, config, ["0-0", "0-1", "1-1", "3-0", "3-1"], "stale")
+
+
+def reference_logprob(config: Config, sample: TrainingSample, at: int) -> float:
+    ids = sample.token_ids
+    return reference_logprobs(reference(directory(config) / "weights" / "v000000"), ids[:at], ids[at : at + 1]).item()
+
+
+async def test_the_reference_is_scored_by_scorers_and_outlives_retention(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every trained token has its logprob under version 0, from the trainer at first, then from a scorer."""
+    config = replace(
+        config_of(broker_config, keys, run_dir, source, kl_coef=0.1, max_token_staleness=1),
+        weights=WeightsConfig(retention=2),
+    )
+    given: list[tuple[TrainingSample, np.ndarray]] = []
+    run = TrainStep.run
+
+    def seen(self: TrainStep, samples: list[TrainingSample], *args: Any, **options: Any) -> dict[str, float]:
+        given.extend((sample, options["reference"][sample.seq_id]) for sample in samples)
+        return run(self, samples, *args, **options)
+
+    monkeypatch.setattr(TrainStep, "run", seen)
+    await hand_on(client, keys, [[[0, 0], [0]], [[0, -1, 1], [1]], [[2], [1, 2]], [[3, 2], [3]], [[4], [1, 4]]])
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(serve_scores(config, stop))
+        await eventually(functools.partial(scorer_is_ready, client, keys), "the scorer's model")
+        await train(config, source)
+        stop.set()
+    assert len(given) == 10
+    for sample, scores in given:
+        for at, on in enumerate(sample.response_mask.expand()):
+            assert np.isfinite(scores[at]) == on
+            if on:
+                assert scores[at] == pytest.approx(reference_logprob(config, sample, at), abs=1e-4)
+    records = [record(config, step) for step in range(1, 6)]
+    assert [one["missing_reference_tokens"] for one in records] == [0] * 5
+    assert records[0]["kl_reference"] == pytest.approx(0, abs=1e-9)
+    assert records[4]["kl_reference"] > 1e-6
+    assert records[4]["stale_tokens"] == 1
+    kept = sorted(path.name for path in (directory(config) / "weights").glob("v*"))
+    assert kept == ["v000000", "v000004", "v000005"]
+
+
+async def test_tokens_without_a_reference_score_are_counted_and_left_out(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    """No scorer comes; the policy loss needs none for these."""
+    config = config_of(broker_config, keys, run_dir, source, kl_coef=0.1, score_wait_s=0.05)
+    await hand_on(client, keys, [[[0], [0]], [[1], [1, 1]]])
+    await train(config, source)
+    first, second = record(config, 1), record(config, 2)
+    assert (first["missing_reference_tokens"], second["missing_reference_tokens"]) == (0, 3)
+    assert second["missing_proximal_tokens"] == 0
+    assert second["kl_loss"] == 0
+    assert "kl_reference" not in second
+
+
+async def test_a_reference_that_is_gone_ends_the_start_by_name(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    """The run had no reference while version 0 was retired."""
+    config = replace(config_of(broker_config, keys, run_dir, source), weights=WeightsConfig(retention=1))
+    await hand_on(client, keys, [[[0], [0]], [[1], [1]]])
+    await train(config, source)
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(replace(config, policy=PolicyConfig(enabled=True, kl_coef=0.1)), source)
+    cause = first_cause(caught.value)
+    assert isinstance(cause, ConfigError)
+    assert f"policy.kl_reference 0: {directory(config) / 'weights'} has no version 0" in str(cause)
+    await train(replace(config, policy=PolicyConfig(enabled=True, kl_coef=0.1, kl_reference=2)), source)
+
+
+async def test_a_broker_that_lost_everything_gets_the_reference_back(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    config = replace(
+        config_of(broker_config, keys, run_dir, source, kl_coef=0.1, score_wait_s=0.05),
+        weights=WeightsConfig(retention=1),
+    )
+    await hand_on(client, keys, [[[0], [0]], [[1], [1]], [[2], [2]]])
+    await train(config, source)
+    registry = WeightsRegistry(client, keys)
+    before = await registry.get(0)
+    await client.delete(*[key async for key in client.scan_iter(f"*{keys.run}*")])
+    await client.hset(keys.source, "exhausted", 1)
+    await train(config, source)
+    found = await registry.get(0)
+    assert before is not None
+    assert found is not None
+    assert (found.version, found.digest, found.path) == (0, before.digest, before.path)
+    assert [await registry.get(version) for version in (1, 2)] == [None, None]
+    assert await registry.latest() == 3

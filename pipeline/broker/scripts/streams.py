@@ -153,6 +153,7 @@ class Publish(WordRequest, frozen=True, kw_only=True):
     digest: str
     manifest: bytes
     retention: int
+    keep: int | None = None  # a version that is never forgotten
 
 
 class AgreeKeys(Names, frozen=True, kw_only=True):

@@ -29,6 +29,9 @@ ON = ["policy.enabled=true", "producer.group_size=4", "producer.samples_per_vers
             "producer.samples_per_version 1 must be at least 2 with policy.advantage reinforce_pp",
         ),
         ("policy.entropy_coef=-1", "policy.entropy_coef -1.0 must be a finite number"),
+        ("policy.kl_coef=-1", "policy.kl_coef -1.0 must be a finite number"),
+        ("policy.kl_reference=-1", "policy.kl_reference -1 must be a weight version"),
+        ("policy.kl_coef=0.1 scorer.count=0", "policy.kl_coef 0.1 needs scorer.count of at least 1"),
         ("policy.mismatch_cap=1", "policy.mismatch_cap 1.0 must be a finite number above 1"),
         ("policy.mismatch=mask trainer.dropout=true", "policy.mismatch mask with trainer.dropout"),
         ("policy.overlong_buffer=5", "policy.overlong_buffer 5 does nothing without policy.overlong_tokens"),
@@ -92,6 +95,8 @@ def test_what_can_work_is_not(changes: list[str]) -> None:
         (["policy.overlong_tokens=300", "rollout.url=http://127.0.0.1:1"], []),  # several turns
         (["policy.loss=dapo", "policy.clip_eps=0.3"], ["policy.clip_eps_high 0.28 is below policy.clip_eps 0.3"]),
         (["policy.loss=dapo"], []),
+        (["policy.kl_coef=0.1"], []),
+        (["policy.kl_coef=0.1", "policy.kl_estimator=k1"], ["policy.kl_estimator k1: on tokens of the trainer's own"]),
         (["policy.loss=cispo"], []),
         (
             ["policy.enabled=false", "policy.entropy_coef=0.1", "policy.loss=gspo"],

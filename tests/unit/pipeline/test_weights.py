@@ -173,6 +173,14 @@ def test_retire_keeps_exactly_retention(tmp_path: Path, retention: int) -> None:
     assert kept == [f"v{version:06d}" for version in range(6 - retention, 6)]
 
 
+def test_retire_never_deletes_the_version_to_keep(tmp_path: Path) -> None:
+    source = model_dir(tmp_path / "source")
+    for version in range(5):
+        write_version(source, tmp_path / "weights", manifest(version))
+        retire(tmp_path / "weights", version, 2, keep=1)
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["v000001", "v000003", "v000004"]
+
+
 def flip(directory: Path) -> None:
     file = directory / "model.safetensors"
     raw = bytearray(file.read_bytes())
