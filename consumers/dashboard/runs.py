@@ -30,7 +30,7 @@ from sluice.consumers.dashboard.render import clean, render
 from sluice.consumers.history.curves import EVALS, Change, Chart, RunCurves, overlaid
 from sluice.consumers.run_files import METRICS, stored_config
 from sluice.pipeline.config import Config, resolved_yaml
-from sluice.pipeline.config.load import RESOLVED, hide_password
+from sluice.pipeline.config.load import RESOLVED, hide_password, placed
 from sluice.pipeline.errors import ConfigError
 
 router = APIRouter()
@@ -136,11 +136,9 @@ def chosen_run(given: Config, paths: Sequence[Path], overrides: Sequence[str] = 
         if not runs_in(path):
             raise ConfigError(f"{path} is no run and holds none: a run's directory has {METRICS} or {RESOLVED}")
     directory = max(runs_in(paths[0]), key=_written).resolve()
-    stored = stored_config(directory, given, overrides)
-    broker = stored.broker
-    if (directory / "broker").is_dir():  # the run may have been moved or copied since
-        broker = msgspec.structs.replace(broker, embedded_dir=str(directory / "broker"))
-    return msgspec.structs.replace(stored, run=directory.name, run_dir=str(directory.parent), broker=broker)
+    found = placed(stored_config(directory, given, overrides), directory)
+    url = found.broker.url or given.broker.url  # one with a password isn't stored; the environment has it
+    return msgspec.structs.replace(found, broker=msgspec.structs.replace(found.broker, url=url))
 
 
 def is_run(directory: Path) -> bool:

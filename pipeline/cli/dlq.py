@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -10,7 +11,7 @@ from cyclopts import App, Parameter
 from rich.table import Table
 from rich.text import Text
 
-from sluice.pipeline.cli.options import ConfigPath, Json, Overrides, reading
+from sluice.pipeline.cli.options import ConfigPath, Json, Overrides, RunDir, reading, run_config
 from sluice.pipeline.terminal import Console, escaped, print_json, say
 
 if TYPE_CHECKING:
@@ -20,7 +21,13 @@ app = App(
     name="dlq",
     help="Dead letters: sequences that failed for good. Inspect, replay or drop them.",
 )
-SeqIds = Annotated[str, Parameter(help="Ids of dead sequences, as `sluice dlq list` shows them.")]
+Words = Annotated[
+    str,
+    Parameter(
+        help="The run's directory, such as .sluice/runs/text, unless -c names the run; then ids of dead sequences, as "
+        "`sluice dlq list` shows them."
+    ),
+]
 
 Job = Annotated[str | None, Parameter(help="Every dead sequence of this job.")]
 Reason = Annotated[str | None, Parameter(help="Every one with this reason, e.g. worker_deaths.")]
@@ -30,6 +37,8 @@ Dropped = Annotated[bool, Parameter(negative="", help="The newest dropped sequen
 
 @app.command(name="list")
 def list_letters(
+    run: RunDir = None,
+    /,
     *,
     config: ConfigPath = None,
     overrides: Overrides = (),
@@ -41,13 +50,12 @@ def list_letters(
 ) -> int:
     """List the dead letters, newest first, with totals by reason.
 
-    Example: `sluice dlq list -c configs/text.yaml --reason worker_deaths`
-    Example: `sluice dlq list -c configs/text.yaml --dropped --json`
+    Example: `sluice dlq list .sluice/runs/text --reason worker_deaths`
+    Example: `sluice dlq list .sluice/runs/text --dropped --json`
     """
-    from sluice.pipeline.config import load_config
     from sluice.pipeline.queue import dead_letters
 
-    with reading(load_config(config, overrides)) as settings:
+    with reading(run_config(run, config, overrides)) as settings:
         found = dead_letters.listing(settings, job=job, reason=reason, limit=limit, dropped=dropped)
     _print_listing(found, as_json=as_json, dropped=dropped)
     return 0
@@ -55,9 +63,7 @@ def list_letters(
 
 @app.command
 def show(
-    seq_id: Annotated[str, Parameter(help="Its id, as `sluice dlq list` shows it.")],
-    /,
-    *,
+    *words: Words,
     config: ConfigPath = None,
     overrides: Overrides = (),
     dropped: Dropped = False,
@@ -65,20 +71,23 @@ def show(
 ) -> int:
     """Show all of one dead letter: reason, traceback, and the job that it came from.
 
-    Example: `sluice dlq show -c configs/text.yaml demo:0123456789abcdef01234567:0`
+    Example: `sluice dlq show .sluice/runs/text demo:0123456789abcdef01234567:0`
     """
-    from sluice.pipeline.config import load_config
+    from sluice.pipeline.errors import ConfigError
     from sluice.pipeline.queue import dead_letters
 
-    with reading(load_config(config, overrides)) as settings:
-        found = dead_letters.letter(settings, seq_id, dropped=dropped)
+    run, seq_ids = _run_and_ids(words, config)
+    if len(seq_ids) != 1:
+        raise ConfigError(f"name one dead sequence, not {len(seq_ids)}, after its run. See `sluice dlq show --help`.")
+    with reading(run_config(run, config, overrides)) as settings:
+        found = dead_letters.letter(settings, seq_ids[0], dropped=dropped)
     _print_letter(found, as_json=as_json)
     return 0
 
 
 @app.command
 def replay(
-    *seq_ids: SeqIds,
+    *words: Words,
     config: ConfigPath = None,
     overrides: Overrides = (),
     job: Job = None,
@@ -91,18 +100,18 @@ def replay(
     Works during the run and after it. A worker has to decode them: `sluice up` or `sluice run` must be running, or be
     started again. Exit code 1 when nothing was replayed.
 
-    Example: `sluice dlq replay -c configs/text.yaml --reason worker_deaths`
+    Example: `sluice dlq replay .sluice/runs/text --reason worker_deaths`
     """
-    from sluice.pipeline.config import load_config
     from sluice.pipeline.queue import dead_letters
 
+    run, seq_ids = _run_and_ids(words, config)
     selection = _selection(seq_ids, job, reason, everything)
-    return _report(dead_letters.replay(load_config(config, overrides), selection), "replayed", as_json=as_json)
+    return _report(dead_letters.replay(run_config(run, config, overrides), selection), "replayed", as_json=as_json)
 
 
 @app.command
 def drop(
-    *seq_ids: SeqIds,
+    *words: Words,
     config: ConfigPath = None,
     overrides: Overrides = (),
     job: Job = None,
@@ -115,13 +124,13 @@ def drop(
 
     Exit code 1 when nothing was dropped.
 
-    Example: `sluice dlq drop -c configs/text.yaml --reason expired --yes`
+    Example: `sluice dlq drop .sluice/runs/text --reason expired --yes`
     """
-    from sluice.pipeline.config import load_config
     from sluice.pipeline.errors import SluiceError
     from sluice.pipeline.queue import dead_letters
 
-    selection, settings = _selection(seq_ids, job, reason, everything), load_config(config, overrides)
+    run, seq_ids = _run_and_ids(words, config)
+    selection, settings = _selection(seq_ids, job, reason, everything), run_config(run, config, overrides)
     if not yes and not sys.stdin.isatty():
         raise SluiceError(
             "dropped dead letters are gone for good, and there is no terminal to ask for confirmation; pass --yes"
@@ -130,6 +139,13 @@ def drop(
         say("nothing was dropped", file=sys.stderr)
         return 1
     return _report(dead_letters.drop(settings, selection), "dropped", as_json=as_json)
+
+
+def _run_and_ids(words: tuple[str, ...], config: Path | None) -> tuple[Path | None, tuple[str, ...]]:
+    """The run's directory, if the first word is one or is meant as one: ids have colons."""
+    if words and (Path(words[0]).is_dir() or (config is None and ":" not in words[0])):
+        return Path(words[0]), words[1:]
+    return None, words
 
 
 def _agrees(count: int) -> bool:

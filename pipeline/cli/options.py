@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from sluice.pipeline.errors import ConfigError
+
 if TYPE_CHECKING:
     from sluice.pipeline.config import Config
+
+_FEW = 3
 
 ConfigPath = Annotated[
     Path | None,
@@ -22,6 +26,11 @@ ConfigPath = Annotated[
     ),
 ]
 """The run's YAML file."""
+
+RunDir = Annotated[
+    Path | None, Parameter(help="The run's directory, such as .sluice/runs/text; in place of a configuration (-c).")
+]
+"""The run that a command looks at."""
 
 Overrides = Annotated[
     tuple[str, ...],
@@ -38,6 +47,25 @@ Json = Annotated[
     bool, Parameter(name="--json", negative="", show_default=False, help="One JSON object on stdout instead of text.")
 ]
 """The object has `schema_version`; what else is said goes to stderr."""
+
+
+def run_config(run: Path | None, config: Path | None, overrides: Sequence[str]) -> Config:
+    """The configuration of a run that is named by its directory, or by a configuration. Raises ConfigError."""
+    from sluice.pipeline.config.load import RESOLVED, is_run, load_config, placed
+
+    if run is None:
+        found = load_config(config, overrides)
+        return placed(found, config) if config is not None and is_run(config) else found
+    if config is not None:
+        raise ConfigError(f"both {run} and -c {config} name a run; give one of them")
+    if not is_run(run):
+        inside = sorted(str(path) for path in run.glob("*") if is_run(path)) if run.is_dir() else []
+        named = Path(load_config(None, overrides).run_dir) / run
+        near = inside or [str(named)] * is_run(named)
+        meant = f"did you mean {' or '.join(near[-_FEW:])}?" if near else "runs are below run_dir (.sluice/runs)"
+        file = f"; a configuration is given as -c {run}" * run.is_file()
+        raise ConfigError(f"{run} is no run's directory: it has no {RESOLVED}; {meant}{file}")
+    return placed(load_config(run, overrides), run)
 
 
 @contextlib.contextmanager

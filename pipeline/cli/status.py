@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from sluice.pipeline.cli.options import ConfigPath, Json, Overrides, reading
+from sluice.pipeline.cli.options import ConfigPath, Json, Overrides, RunDir, reading, run_config
 from sluice.pipeline.terminal import say
 
 Why = Annotated[
@@ -22,6 +22,8 @@ Health = Annotated[
 
 
 def status(
+    run: RunDir = None,
+    /,
     *,
     config: ConfigPath = None,
     overrides: Overrides = (),
@@ -39,15 +41,14 @@ def status(
     `--json` prints all of it as one object, with `stalls`, up to 20 leases (the oldest first), and with `--why` also
     `verdict`. `--health` is for container health checks.
 
-    Example: `sluice status -c configs/text.yaml`
-    Example: `sluice status -c configs/text.yaml --why`
+    Example: `sluice status .sluice/runs/text`
+    Example: `sluice status .sluice/runs/text --why`
     Example: `sluice status -c configs/text.yaml --why --json`
     """
-    from sluice.pipeline.config import load_config
     from sluice.pipeline.status import diagnosis, report
     from sluice.pipeline.terminal import print_json
 
-    settings = load_config(config, overrides)
+    settings = run_config(run, config, overrides)
     if health is not None:
         return 0 if report.is_healthy(report.look(settings), health) else 1
     with reading(settings) as settings:
@@ -72,18 +73,16 @@ Once = Annotated[
 ]
 
 
-def top(*, config: ConfigPath = None, overrides: Overrides = (), once: Once = False) -> None:
+def top(run: RunDir = None, /, *, config: ConfigPath = None, overrides: Overrides = (), once: Once = False) -> None:
     """Watch a run in a terminal: the flow with counts and rates, stages, processes, what blocks it, dead letters.
 
     It fits 80 x 24, works over ssh, only reads, and outlives a broker that goes away. Keys: tab or arrows turn pages,
     ? helps, q quits.
 
-    Example: `sluice top -c configs/text.yaml`
+    Example: `sluice top .sluice/runs/text`
     Example: `sluice top -c configs/text.yaml --once`
     """
-    from sluice.pipeline.config import load_config
-
-    settings = load_config(config, overrides)
+    settings = run_config(run, config, overrides)
     if once:
         from sluice.pipeline.top.panels import print_once
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 import sys
 import urllib.request
 from collections.abc import Awaitable, Callable
@@ -17,6 +19,7 @@ from sluice.pipeline.broker.embedded import embedded_broker, is_stored, stored_b
 from sluice.pipeline.config import Config, load_config
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.http.server import bind, bind_near
+from sluice.pipeline.run import provenance
 from sluice.pipeline.wire.keys import Keys
 from tests.command import call
 from tests.integration.test_dlq_command import bury_one
@@ -86,6 +89,54 @@ def test_status_top_and_dead_letters_are_those_it_stored(
             assert text in out
     assert call("status", "--why", *words(overrides)) in (0, 1)
     assert files(Path(config.broker.embedded_dir)) == before, "only copies are read"
+
+
+def test_a_run_is_named_by_its_directory_from_anywhere(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The paths of its configuration are relative to where it was started."""
+    relative = load_config(None, [f"run={RUN}", "run_dir=runs", "broker.embedded_dir=broker"], {})
+    provenance.store(relative, Path(config.run_dir) / RUN)
+    (home := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(home)
+    run = os.path.relpath(Path(config.run_dir) / RUN)
+    for command, expected in (
+        (("status", run), "weights v7"),
+        (("status", "-c", run), "weights v7"),
+        (("top", run, "--once"), "dead 2"),
+        (("dlq", "list", run), "2 in all"),
+        (("dlq", "show", run, f"{RUN}:a:0"), "invalid_request"),
+    ):
+        assert call(*command) == 0
+        assert expected in capsys.readouterr().out
+    assert call("dlq", "drop", run, "--all", "--yes") == 4
+    assert "start one with `sluice broker`" in capsys.readouterr().err
+    moved = tmp_path / "moved"
+    shutil.copytree(Path(config.run_dir) / RUN, moved / RUN)
+    shutil.copytree(config.broker.embedded_dir, moved / RUN / "broker")
+    assert call("status", str(moved / RUN), "--json") == 0
+    assert '"latest_version":7' in capsys.readouterr().out
+
+
+def test_what_names_no_run_or_two_is_refused(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    provenance.store(config, tmp_path / ".sluice/runs/mine")
+    (tmp_path / "some.yaml").write_text("run: some")
+    run = Path(config.run_dir) / RUN
+    for command in ("status", "top", "dlq list", "dlq show", "dlq replay", "dlq drop"):
+        name = command.split()
+        for given, expected in (
+            ((str(run), "-c", "text"), f"both {run} and -c text name a run; give one of them"),
+            (("mine",), "mine is no run's directory: it has no config.resolved.yaml; did you mean .sluice/runs/mine?"),
+            ((".sluice/runs",), "did you mean .sluice/runs/mine?"),
+            (("nowhere",), "runs are below run_dir"),
+            (("some.yaml",), "a configuration is given as -c some.yaml"),
+        ):
+            rest = {"dlq show": [f"{RUN}:a:0"], "dlq replay": ["--all"], "dlq drop": ["--all", "--yes"]}
+            assert call(*name, *given, *rest.get(command, [])) == 2
+            assert expected in capsys.readouterr().err
 
 
 def test_what_changes_the_run_needs_its_broker(

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from sluice.consumers.dashboard.monitor import Monitor
 from sluice.consumers.dashboard.runs import Runs, chosen_run, runs_in
 from sluice.consumers.history.reader import HistoryReader
-from sluice.pipeline.config.types import Config
+from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import ConfigError
 
 STEP = (
@@ -71,6 +71,8 @@ def test_a_directory_of_runs_shows_its_newest_wherever_it_was_moved(tmp_path: Pa
     assert (config.run, config.run_dir) == ("new", str(tmp_path.resolve()))
     assert config.broker.embedded_dir == str(new.resolve() / "broker")
     assert chosen_run(Config(), [tmp_path / "old"]).run == "old"
+    secret = BrokerConfig(url="redis://:secret@elsewhere:6379/0")
+    assert chosen_run(Config(broker=secret), [tmp_path]).broker.url == secret.url, "no run stores a password"
     with pytest.raises(ConfigError, match="no run and holds none"):
         chosen_run(Config(), [tmp_path / "new", tmp_path / "nowhere"])
 
