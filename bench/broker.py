@@ -14,7 +14,7 @@ from sluice.bench.harness import until
 from sluice.bench.processes import START_S, Fleet
 from sluice.pipeline.broker.connection import connect
 from sluice.pipeline.broker.embedded import embedded_broker
-from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.queue import Call, Credit, JobQueue, job_id_for
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
@@ -29,8 +29,8 @@ IN_FLIGHT = 4
 _PAUSED_S = 120.0  # a process that was stopped must not consider its connections dead
 
 
-def broker_config(url: str) -> BrokerConfig:
-    return BrokerConfig(url=url, socket_timeout_s=_PAUSED_S)
+def run_config(run: str, url: str) -> Config:
+    return Config(run=run, broker=BrokerConfig(url=url, socket_timeout_s=_PAUSED_S))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Broker:
 async def own_broker(directory: Path, *, durable: bool = True) -> AsyncGenerator[Broker]:
     """With AOF everysec unless not `durable`; ended after the block."""
     with embedded_broker(BrokerConfig(embedded_dir=str(directory))) as url:
-        client: Any = connect(broker_config(url))
+        client: Any = connect(run_config("bench", url).broker)
         try:
             if not durable:
                 await client.config_set("appendonly", "no")
@@ -107,11 +107,9 @@ def new_job(run: str, name: str, sampling: SamplingParams, n: int = 1, **more: A
 
 def decode_job(run: str, number: int) -> DecodeJob:
     """As producers make them: a system prompt, a question, a truth."""
+    system = "You are a careful mathematician. Explain step by step, then answer."
     question = f"Problem {number}: a shop sells {number} apples and buys {7 * number % 100} more. How many are there?"
-    messages = [
-        {"role": "system", "content": "You are a careful mathematician. Explain step by step, then answer."},
-        {"role": "user", "content": question},
-    ]
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
     sampling = SamplingParams(temperature=0.8, max_new_tokens=512, stop=("</answer>",))
     facts: dict[str, Any] = {"truth": {"answer": number + 7 * number % 100}, "metadata": {"row": number}}
     return new_job(run, str(number), sampling, messages=messages, **facts)

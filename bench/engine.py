@@ -11,9 +11,7 @@ Plan ─▶ asks ───┼▶ padded            model.generate             �
 - Wall seconds run from the first request to the last token; nothing is loaded or prepared within them.
 - On CUDA continuous batching has its own default settings. On a CPU the defaults fill nine tenths of the memory with
   cache, so there are only as many pages as the sequences need, and at most 16 requests run together: its `sdpa`
-  attention is one product of all running requests with all their contexts, so 128 at once are slower than 16 at a
-  time. Also tried on a CPU, once each on a busy machine, and about as fast or slower: 8 and 32 requests together, no
-  limit, `paged|eager` attention, pages of 16 and 256 tokens, batches of 256 and 1024 tokens, no block sharing.
+  attention is one product of all running requests with all their contexts, so 128 at once are slower than 16.
 """
 
 from __future__ import annotations
@@ -23,11 +21,10 @@ import contextlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,7 +33,7 @@ from sluice.bench.child import Parent
 from sluice.bench.engines import greedy, make_engine, random_ids
 from sluice.bench.harness import HOME, by_count, play, ratios, say, spread
 from sluice.bench.models import ENDLESS_CONTEXT, endless_model
-from sluice.bench.processes import Fleet, cpu_s, enforce_eager, engine_environment, peak_bytes
+from sluice.bench.processes import Fleet, cpu_s, enforce_eager, engine_environment, memory_bytes
 from sluice.pipeline.errors import EngineError, SluiceError
 
 Run = Callable[[Sequence["Ask"]], Awaitable[list[list[int]]]]
@@ -56,8 +53,7 @@ RATIOS = {
 """By field: our side, and the peer that it is compared with."""
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     prompt: tuple[int, ...]
     num_new_tokens: int
 
@@ -72,10 +68,8 @@ def num_new_tokens(count: int, longest: int = LONGEST) -> list[int]:
 
 def asks(number: int, count: int, *, longest: int = LONGEST) -> list[Ask]:
     """The sequences of round `number`: random prompts, so no engine gains from a prefix cache, and exact lengths."""
-    chance = random.Random(number)
-    return [
-        Ask(tuple(random_ids(chance, chance.randint(*_PROMPT))), length) for length in num_new_tokens(count, longest)
-    ]
+    chance, lengths = random.Random(number), num_new_tokens(count, longest)
+    return [Ask(tuple(random_ids(chance, chance.randint(*_PROMPT))), length) for length in lengths]
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -95,9 +89,8 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
         got = [len(tokens) for tokens in self.tokens]
         wrong = [index for index, ask in enumerate(asks) if got[index : index + 1] != [ask.num_new_tokens]]
         if wrong or len(got) != len(asks):
-            raise SluiceError(
-                f"{side} decoded {len(got)} of {len(asks)} sequences, {len(wrong)} of them with the wrong length"
-            )
+            decoded = f"{side} decoded {len(got)} of {len(asks)} sequences"
+            raise SluiceError(f"{decoded}, {len(wrong)} of them with the wrong length")
 
 
 Round = Mapping[str, Sample]
@@ -165,36 +158,23 @@ def fields(plan: Plan, rounds: Mapping[int, Sequence[Round]]) -> dict[str, Any]:
     every = [each for of_count in rounds.values() for each in of_count]
     equal = {peer: tokens_equal(every, ours, peer) for ours, peer in peers.values()}
     check_equal(equal, EQUAL_FLOOR)
-
-    def of_rounds(of: Callable[[Sequence[Round]], list[float]]) -> dict[str, list[float]]:
-        return by_count(rounds, of)
-
-    rates = {side: of_rounds(lambda each, side=side: [one[side].tok_s for one in each]) for side in plan.sides} | {
-        name: of_rounds(lambda each, pair=pair: ratios(each, *pair, _tok_s)) for name, pair in peers.items()
-    }
-    by_cpu = {  # steadier than wall time on a busy machine
-        name: of_rounds(lambda each, pair=pair: ratios(each, pair[1], pair[0], lambda sample: sample.cpu_s))
-        for name, pair in peers.items()
-    }
-    medians = {name: _each(by, median) for name, by in rates.items()}
+    rates = {side: by_count(rounds, lambda each, side=side: [one[side].tok_s for one in each]) for side in plan.sides}
+    by_cpu = dict[str, Any]()  # steadier than wall time on a busy machine
+    for name, (us, peer) in peers.items():
+        rates[name] = by_count(rounds, lambda each, us=us, peer=peer: ratios(each, us, peer, lambda one: one.tok_s))
+        cpu = by_count(rounds, lambda each, us=us, peer=peer: ratios(each, peer, us, lambda one: one.cpu_s))
+        by_cpu[name] = by_count(cpu, median)
+    medians = {name: by_count(by, median) for name, by in rates.items()}
     return {
         **{name: medians.get(name) for name in RATIOS},
-        "by_cpu": {name: _each(by, median) for name, by in by_cpu.items()},
+        "by_cpu": by_cpu,
         "tok_s": {side: medians[side] for side in plan.sides},
-        "spread": {name: _each(by, _spread) for name, by in rates.items()},
+        "spread": {name: by_count(by, _spread) for name, by in rates.items()},
         "tokens_equal": equal,
         "peak_mb": {side: max(each[side].peak_mb for each in every) for side in plan.sides},
         "tokens": by_count(rounds, lambda each: sum(map(len, each[0]["hf"].tokens))),
         "rounds": by_count(rounds, len),
     }
-
-
-def _tok_s(sample: Sample) -> float:
-    return sample.tok_s
-
-
-def _each(by: Mapping[str, list[float]], of: Callable[[list[float]], Any]) -> dict[str, Any]:
-    return {count: of(values) for count, values in by.items()}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -209,13 +189,9 @@ def tokens_equal(rounds: Sequence[Round], ours: str, peer: str) -> float:
 
 def check_equal(shares: Mapping[str, float], floor: float) -> None:
     """Raise SluiceError for a peer whose tokens differ in more sequences than near-ties of float32 explain."""
-    bad = {peer: share for peer, share in shares.items() if share < floor}
-    if bad:
-        named = ", ".join(f"{peer} {share:.2f}" for peer, share in bad.items())
-        raise SluiceError(
-            f"share of sequences with equal greedy tokens below {floor}: {named}; the engines compute "
-            "different results, so ratios would be unfair"
-        )
+    if bad := ", ".join(f"{peer} {share:.2f}" for peer, share in shares.items() if share < floor):
+        why = "the engines compute different results, so ratios would be unfair"
+        raise SluiceError(f"share of sequences with equal greedy tokens below {floor}: {bad}; {why}")
 
 
 def _conditions() -> dict[str, str]:
@@ -228,13 +204,6 @@ def _conditions() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def _peak_mb() -> float:
-    """On CUDA the allocator's peak, else that of the processes; MB of 10^6 bytes."""
-    import torch
-
-    return ((torch.cuda.is_available() and torch.cuda.max_memory_allocated()) or peak_bytes()) / 1e6
 
 
 async def serve_side(parent: Parent, name: str, model: str, threads: int, max_batch: int) -> None:
@@ -251,7 +220,8 @@ async def serve_side(parent: Parent, name: str, model: str, threads: int, max_ba
         started, used = time.perf_counter(), cpu_s()
         tokens = await run(work)
         seconds, used = time.perf_counter() - started, cpu_s() - used
-        parent.tell(Sample(seconds, used, _peak_mb(), tokens))
+        peak = (torch.cuda.is_available() and torch.cuda.max_memory_allocated()) or memory_bytes("VmHWM")
+        parent.tell(Sample(seconds, used, peak / 1e6, tokens))
 
 
 async def _ours(name: str, model: Path, max_batch: int) -> Run:
@@ -279,13 +249,9 @@ async def _padded(model: Path, _: int) -> Run:
         pad, width = module.config.pad_token_id, max(len(ask.prompt) for ask in asks)
         rows = torch.tensor([[pad] * (width - len(ask.prompt)) + list(ask.prompt) for ask in asks])
         starts = torch.tensor([width - len(ask.prompt) for ask in asks])
-        mask = (torch.arange(width) >= starts.unsqueeze(1)).long()
-        found = module.generate(
-            rows.to(module.device),
-            attention_mask=mask.to(module.device),
-            max_new_tokens=max(ask.num_new_tokens for ask in asks),
-            do_sample=False,
-        )
+        mask = (torch.arange(width) >= starts.unsqueeze(1)).long().to(module.device)
+        most = max(ask.num_new_tokens for ask in asks)
+        found = module.generate(rows.to(module.device), attention_mask=mask, max_new_tokens=most, do_sample=False)
         new = found[:, width:].tolist()
         return [tokens[: ask.num_new_tokens] for tokens, ask in zip(new, asks, strict=True)]
 
@@ -300,11 +266,9 @@ async def _continuous(model: Path, most: int) -> Run:
     ids = {"eos_token_id": module.config.eos_token_id, "pad_token_id": module.config.pad_token_id}
     together = min(most, _TOGETHER)
     on_cpu: Any = {
-        "page_size": _PAGE,
-        "num_blocks": together * ENDLESS_CONTEXT // _PAGE,
-        "max_batch_tokens": _BATCH_TOKENS,
+        "page_size": _PAGE, "num_blocks": together * ENDLESS_CONTEXT // _PAGE, "max_batch_tokens": _BATCH_TOKENS,
         "max_requests_per_batch": together,
-    }
+    }  # fmt: skip
     manager: Any = module.init_continuous_batching(
         generation_config=GenerationConfig(do_sample=False, max_new_tokens=LONGEST, **ids),
         continuous_batching_config=ContinuousBatchingConfig(**(on_cpu if module.device.type == "cpu" else {})),
@@ -342,10 +306,8 @@ async def _bare_vllm(model: Path, max_batch: int) -> Run:
 
     async def run(asks: Sequence[Ask]) -> list[list[int]]:
         prompts: Any = [{"prompt_token_ids": list(ask.prompt)} for ask in asks]
-        params = [
-            VllmSampling(temperature=0.0, max_tokens=ask.num_new_tokens, ignore_eos=True, detokenize=False)
-            for ask in asks
-        ]
+        given = partial(VllmSampling, temperature=0.0, ignore_eos=True, detokenize=False)
+        params = [given(max_tokens=ask.num_new_tokens) for ask in asks]
         return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
 
     return run

@@ -125,6 +125,14 @@ async def until(
         await asyncio.sleep(every_s)
 
 
+def write_rows(file: Path, questions: Iterable[str], truth: Any) -> None:
+    """What a producer reads: a prompt a row, numbered, with the same truth."""
+    with file.open("w") as rows:
+        for at, question in enumerate(questions):
+            row = {"id": at, "messages": [{"role": "user", "content": question}], "truth": truth}
+            rows.write(json.dumps(row) + "\n")
+
+
 def in_turns(number: int, sides: Sequence[T]) -> list[T]:
     first = number % len(sides)
     return [*sides[first:], *sides[:first]]
@@ -179,7 +187,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
-def by_count(found: Mapping[int, T], of: Callable[[T], Any] = lambda value: value) -> dict[str, Any]:
+def by_count(found: Mapping[Any, T], of: Callable[[T], Any] = lambda value: value) -> dict[str, Any]:
     """As JSON has it: keys are strings."""
     return {str(count): of(value) for count, value in found.items()}
 

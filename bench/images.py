@@ -21,7 +21,6 @@ import functools
 import shutil
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +34,7 @@ from sluice.bench.engines import loaded
 from sluice.bench.harness import HOME, say
 from sluice.bench.models import pictures_model
 from sluice.bench.pipeline import RUN, Sink
-from sluice.bench.processes import START_S, Fleet, engine_environment, peak_bytes, run_settings
+from sluice.bench.processes import START_S, Fleet, engine_environment, memory_bytes, run_settings
 from sluice.pipeline.config import Config, load_config
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.images.features import vision_tensors
@@ -44,13 +43,9 @@ from sluice.pipeline.wire.messages import DecodeJob, ImageRef, SamplingParams, S
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 STAGES = ("fetch", "decode", "processor", "vision_tower", "prefill", "decoding", "training")
-SCALE = 32
-"""Pixels of a picture per pixel of a scene, which has 20 × 12."""
-PIXELS = 320 * 192
-"""The processor shrinks pictures to this many."""
-FEW = 10
-"""Pictures in flight, beside many."""
-
+SCALE = 32  # pixels of a picture per pixel of a scene, which has 20 × 12
+PIXELS = 320 * 192  # the processor shrinks pictures to this many
+FEW = 10  # pictures in flight, beside many
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "image"}]}]
 
 _MAX_BATCH = 32
@@ -74,8 +69,12 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     sum of their peaks, by number of pictures in flight. `tower_passes_per_picture`: by part, and by whether the vision
     tower is frozen or trained; worker and scorer over two versions, the trainer over two steps.
     """
+    from sluice.demo.digits.pictures import save_picture
+    from sluice.demo.pictures.data import pictured_scenes
+
     model = pictures_model(HOME)
-    names = draw_scenes(home / "pictures", max(plan.scenes, plan.many))
+    scenes = pictured_scenes("train", max(plan.scenes, plan.many), _SEED)
+    names = [save_picture(home / "pictures/data", index, scene, SCALE) for index, scene in enumerate(scenes)]
     size = (f"model.preprocess.min_pixels={PIXELS // 2}", f"model.preprocess.max_pixels={PIXELS}")
     more = (f"images.roots=[{home / 'pictures'}]", f"worker.max_batch={_MAX_BATCH}", "worker.drain_s=1")
     settings = run_settings(RUN, model, *size, *more)
@@ -94,34 +93,17 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
         for count in (FEW, plan.many):
             peaks[str(count)] = await peak_mb(plan, names[:count], settings, home, broker)
             say(f"{count} pictures in flight: at most {peaks[str(count)]:.0f} MB")
-    return {
-        "share": shares,
-        "seconds": seconds,
-        "pictures_processed_per_picture": max(processed.values()),
-        "processed_per_picture": processed,
-        "tower_passes_per_picture": passes,
-        "peak_mb": peaks,
-        "peak_ratio": peaks[str(plan.many)] / peaks[str(FEW)],
-        "model": model.name,
-    }
-
-
-def draw_scenes(folder: Path, count: int) -> list[str]:
-    """Draw one picture per scene; returns their names below the folder."""
-    from sluice.demo.digits.pictures import save_picture
-    from sluice.demo.pictures.data import pictured_scenes
-
-    scenes = pictured_scenes("train", count, _SEED)
-    return [save_picture(folder / "data", index, scene, SCALE) for index, scene in enumerate(scenes)]
+    most, ratio = max(processed.values()), peaks[str(plan.many)] / peaks[str(FEW)]
+    pictures = {"pictures_processed_per_picture": most, "processed_per_picture": processed}
+    memory = {"peak_mb": peaks, "peak_ratio": ratio, "model": model.name}
+    return {"share": shares, "seconds": seconds, **pictures, "tower_passes_per_picture": passes, **memory}
 
 
 def jobs(name: str, pictures: Sequence[str], plan: Plan, group: int) -> list[DecodeJob]:
     """A job of `group` sequences for each picture."""
     sampling = SamplingParams(temperature=1.0, max_new_tokens=plan.new_tokens)
-    return [
-        new_job(RUN, f"{name}:{picture}", sampling, group, messages=MESSAGES, images=[ImageRef(path=picture)])
-        for picture in pictures
-    ]
+    asks = ((f"{name}:{picture}", [ImageRef(path=picture)]) for picture in pictures)
+    return [new_job(RUN, named, sampling, group, messages=MESSAGES, images=images) for named, images in asks]
 
 
 class Round(msgspec.Struct):
@@ -152,13 +134,12 @@ class Stages:
 
     async def round(self) -> Round:
         self._alone()
-        outputs = await self._worker()
-        async with self._training(outputs, frozen=True) as (step, samples):
+        async with self._training(await self._worker(), frozen=True) as (step, samples):
             with self._timed("training"):
                 await asyncio.to_thread(step.run, samples, 1)
         return Round(self._seconds, self._processed)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _timed(self, stage: str, clock: Callable[[], float] = time.process_time) -> Iterator[None]:
         started = clock()
         yield
@@ -166,6 +147,7 @@ class Stages:
 
     def _alone(self) -> None:
         """The stages of a picture, up to its features."""
+        import torch
         import transformers
 
         from sluice.pipeline.images.decoders import Decoders
@@ -187,15 +169,9 @@ class Stages:
         finally:
             decoders.close()
         with self._timed("processor"):
-            inputs = [vision.prepare(prompt, [picture]) for picture in pictures]
-        self._vision_tower([each.tensors for each in inputs])
-
-    def _vision_tower(self, tensors: Sequence[dict[str, Any]]) -> None:
-        import torch
-        from transformers import AutoModelForImageTextToText
-
-        model: Any = AutoModelForImageTextToText.from_pretrained(self._config.model.path).eval()
-        given = [{name: torch.from_numpy(array) for name, array in each.items()} for each in tensors]
+            inputs = [vision.prepare(prompt, [picture]).tensors for picture in pictures]
+        model: Any = transformers.AutoModelForImageTextToText.from_pretrained(self._config.model.path).eval()
+        given = [{name: torch.from_numpy(array) for name, array in each.items()} for each in inputs]
         with torch.inference_mode():
             model.model.get_image_features(**given[0])
             with self._timed("vision_tower"):
@@ -255,7 +231,7 @@ class Stages:
             before = backend.features.computed
             started, all_started, loop = set[str](), asyncio.Event(), asyncio.get_running_loop()
 
-            def note(seq_key: str) -> None:
+            def note(seq_key: str, _progress: Any) -> None:
                 started.add(seq_key)
                 if len(started) == len(names) * self._plan.group:
                     loop.call_soon_threadsafe(all_started.set)
@@ -293,8 +269,7 @@ class Stages:
         images: Any = SampleImages.of(self._config, self._home / "pixels")
         policy = load_policy(Path(self._config.model.path), self._config.model)
         trainer = msgspec.structs.replace(self._config.trainer, freeze_vision=frozen)
-        row_tokens = self._config.consumer.row_tokens
-        step = TrainStep(policy, trainer, pad_id=0, row_tokens=row_tokens, images=images)
+        step = TrainStep(policy, trainer, pad_id=0, row_tokens=self._config.consumer.row_tokens, images=images)
         step.prove()
         samples = [_sample(output, self._names[at // self._plan.group]) for at, output in enumerate(outputs)]
         async with images:
@@ -305,27 +280,21 @@ class Stages:
             self._processed["trainer"] = images.processor.processed - before
 
     async def _decode(
-        self, backend: Any, prompts: Sequence[Any], new_tokens: int, on_token: Callable[[str], Any] | None = None
+        self, backend: Any, prompts: Sequence[Any], new_tokens: int, note: Callable[..., Any] | None = None
     ) -> list[Any]:
-        """`on_token`: called with the key of each sequence that has a new token, from another thread."""
+        """`note` is called with the key of each sequence that has a new token, from another thread."""
         from sluice.workers.engine.contracts import SequenceRequest
 
-        sampling = SamplingParams(temperature=1.0, max_new_tokens=new_tokens)
-        keys = [(number, index) for number in range(len(prompts)) for index in range(self._plan.group)]
+        sampling, group = SamplingParams(temperature=1.0, max_new_tokens=new_tokens), self._plan.group
         requests = [
             SequenceRequest(
-                seq_key=f"{number}:{index}", prompt_token_ids=tuple(prompts[number].token_ids), sampling=sampling,
-                images=prompts[number].images, seed=number * self._plan.group + index, eos_token_ids=(),
-                report_every=1 if on_token else 0,
-                report=functools.partial(_noted, on_token, f"{number}:{index}") if on_token else None,
+                seq_key=str(at), prompt_token_ids=tuple(prompts[at // group].token_ids), sampling=sampling,
+                images=prompts[at // group].images, seed=at, eos_token_ids=(), report_every=1 if note else 0,
+                report=functools.partial(note, str(at)) if note else None,
             )
-            for number, index in keys
+            for at in range(group * len(prompts))
         ]  # fmt: skip
         return await asyncio.gather(*map(backend.decode, requests))
-
-
-def _noted(on_token: Callable[[str], Any], key: str, _progress: Any) -> None:
-    on_token(key)
 
 
 def _train_tower(source: Path, target: Path) -> None:
@@ -345,16 +314,11 @@ def _train_tower(source: Path, target: Path) -> None:
 
 def _score_job(output: Any, version: int) -> ScoreJob:
     """Of every token."""
-    count = len(output.token_ids)
     return ScoreJob(
-        run=RUN,
-        seq_id=output.seq_key,
-        version=version,
-        prompt_token_ids=TokenArray(output.prompt_token_ids),
-        token_ids=TokenArray(output.token_ids),
-        positions=TokenArray(range(count)),
+        run=RUN, seq_id=output.seq_key, version=version, prompt_token_ids=TokenArray(output.prompt_token_ids),
+        token_ids=TokenArray(output.token_ids), positions=TokenArray(range(len(output.token_ids))),
         images=[ImageRef(path="shown")],
-    )
+    )  # fmt: skip
 
 
 def _sample(output: Any, picture: str) -> TrainingSample:
@@ -362,17 +326,10 @@ def _sample(output: Any, picture: str) -> TrainingSample:
     prompt, new = len(output.prompt_token_ids), len(output.token_ids)
     token_ids = TokenArray([*output.prompt_token_ids, *output.token_ids])
     return TrainingSample(
-        seq_id=output.seq_key,
-        group_id=output.seq_key,
-        task="exact_answer",
-        token_ids=token_ids,
-        labels=token_ids,
-        weights=FloatArray([0.0] * prompt + [1.0] * new),
-        segments=Runs.of([0] * prompt + [1] * new),
-        versions=Runs.of([-1] * prompt + [0] * new),
-        prompt_len=prompt,
-        images=[ImageRef(path=picture)],
-    )
+        seq_id=output.seq_key, group_id=output.seq_key, task="exact_answer", token_ids=token_ids, labels=token_ids,
+        weights=FloatArray([0.0] * prompt + [1.0] * new), segments=Runs.of([0] * prompt + [1] * new),
+        versions=Runs.of([-1] * prompt + [0] * new), prompt_len=prompt, images=[ImageRef(path=picture)],
+    )  # fmt: skip
 
 
 async def peak_mb(plan: Plan, pictures: Sequence[str], settings: Sequence[str], home: Path, broker: Broker) -> float:
@@ -386,4 +343,4 @@ async def peak_mb(plan: Plan, pictures: Sequence[str], settings: Sequence[str], 
         for arrival in await sink.collect(len(pictures)):
             if (reason := arrival.result().finish_reason) not in ("stop", "length"):
                 raise SluiceError(f"{name}: a sequence ended with {reason}")
-        return peak_bytes(fleet.processes[0].pid) / (1 << 20)
+        return memory_bytes("VmHWM", fleet.processes[0].pid) / (1 << 20)

@@ -15,7 +15,7 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -169,10 +169,10 @@ def cpu_s(pid: int | str = "self", *, children: bool = True) -> float:
     return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
 
 
-def peak_bytes(pid: int | str = "self") -> int:
-    """The sum of the peak resident sizes of a process and those it started; 0 without /proc."""
-    lines = [line for status in _proc(pid, "status") for line in status.splitlines() if line.startswith("VmHWM:")]
-    return sum(int(line.split()[1]) for line in lines) << 10
+def memory_bytes(kind: Literal["VmHWM", "VmRSS"], pid: int | str = "self", *, children: bool = True) -> int:
+    """The sum of the peak (or current) resident sizes of a process and those it started; 0 without /proc."""
+    lines = [line for status in _proc(pid, "status", children=children) for line in status.splitlines()]
+    return sum(int(line.split()[1]) for line in lines if line.startswith(kind)) << 10
 
 
 def _proc(pid: int | str, name: str, *, children: bool = True) -> Iterator[str]:

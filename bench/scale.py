@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
-import os
 import signal
 import time
 from collections.abc import Sequence
@@ -24,16 +22,16 @@ from typing import Any
 import numpy as np
 
 from sluice.bench import harness
-from sluice.bench.broker import Broker, broker_config, chunks, decode_job, enqueue, in_flight, own_broker
+from sluice.bench.broker import Broker, chunks, decode_job, enqueue, in_flight, own_broker, run_config
 from sluice.bench.child import Parent
-from sluice.bench.harness import HOME, by_count, say, until
+from sluice.bench.harness import HOME, by_count, say, until, write_rows
 from sluice.bench.models import demo_model
-from sluice.bench.processes import Fleet, run_settings
+from sluice.bench.processes import Fleet, memory_bytes, run_settings
+from sluice.bench.queue.race import noop
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.pipeline import logs
 from sluice.pipeline.broker.connection import connect
 from sluice.pipeline.config import load_config
-from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DeadlineExceeded, EngineError, SluiceError
 from sluice.pipeline.queue import NO_LIMIT, ArqWorker
 from sluice.pipeline.run.role import default_name, role_process
@@ -116,31 +114,24 @@ async def _idle(plan: Plan, broker: Broker, home: Path) -> dict[str, float]:
 
 
 async def serve_idle(parent: Parent, url: str, workers: int) -> None:
-    """A process of workers that wait, until SIGTERM.
-
-    Each has its own connections, lease keeper and heartbeat, like a worker process.
-    """
+    """Workers that wait, until SIGTERM, each with its own connections, lease keeper and heartbeat."""
     logs.configure("bench")
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    config = Config(run=_IDLE, broker=broker_config(url))
-    tasks = [asyncio.create_task(_wait(config, f"worker-{number}", stop)) for number in range(workers)]
+    config, keys = run_config(_IDLE, url), Keys(_IDLE)
+
+    async def wait(name: str) -> None:
+        client = connect(config.broker)
+        beating = asyncio.create_task(StatusReporter(client, keys, "worker", name).run())
+        worker = ArqWorker([noop], client=client, keys=keys, config=config, name=name, stop=stop, handle_signals=False)
+        await worker.main()
+        beating.cancel()
+        await asyncio.wait({beating})
+        await client.aclose()
+
+    tasks = [asyncio.create_task(wait(f"worker-{number}")) for number in range(workers)]
     parent.tell("ready")
     await asyncio.gather(*tasks)
-
-
-async def _wait(config: Config, name: str, stop: asyncio.Event) -> None:
-    client, keys = connect(config.broker), Keys(config.run)
-    beating = asyncio.create_task(StatusReporter(client, keys, "worker", name).run())
-    worker = ArqWorker([_nothing], client=client, keys=keys, config=config, name=name, stop=stop, handle_signals=False)
-    await worker.main()
-    beating.cancel()
-    await asyncio.wait({beating})
-    await client.aclose()
-
-
-async def _nothing(_ctx: Any) -> None:
-    """A function that is never called."""
 
 
 class Marks:
@@ -165,7 +156,7 @@ class Marks:
         return self._at[-1] - self._at[0]
 
     def saw(self, trained: int, at: float) -> None:
-        """Record one look; each finds more trained than the one before."""
+        """Each look finds more trained than the one before."""
         self._trained.append(trained)
         self._at.append(at)
 
@@ -177,23 +168,13 @@ class Marks:
 
 async def flow(marks: Marks, broker: Broker, home: Path) -> dict[str, Any]:
     data = home / "rows.jsonl"
-    with data.open("w") as file:
-        for number in range(marks.rows):
-            message = {"role": "user", "content": f"Say 7, time {number}."}
-            file.write(json.dumps({"id": number, "truth": ANSWER, "messages": [message]}) + "\n")
+    write_rows(data, (f"Say 7, time {number}." for number in range(marks.rows)), ANSWER)
     settings = run_settings(
-        _FLOW,
-        demo_model(HOME),
-        f"run_dir={home / 'runs'}",
-        f"data.path={data}",
-        f"producer.samples_per_version={marks.batch}",
-        f"producer.max_in_flight={8 * marks.batch}",
-        "producer.max_staleness=2",
-        "worker.max_batch=256",
-        f"worker.keep_result_s={_TOMBSTONE_S}",
-        "trainer.external=true",
-        "metrics.enabled=false",
-    )
+        _FLOW, demo_model(HOME), f"run_dir={home / 'runs'}", f"data.path={data}",
+        f"producer.samples_per_version={marks.batch}", f"producer.max_in_flight={8 * marks.batch}",
+        "producer.max_staleness=2", "worker.max_batch=256", f"worker.keep_result_s={_TOMBSTONE_S}",
+        "trainer.external=true", "metrics.enabled=false",
+    )  # fmt: skip
     start_bytes = await broker.used_bytes()
     async with contextlib.AsyncExitStack() as scope:
         roles = ("producer", "consumer", "worker", "trainer")  # they end the other way round
@@ -211,11 +192,8 @@ async def flow(marks: Marks, broker: Broker, home: Path) -> dict[str, Any]:
 class _Watch:
     def __init__(self, marks: Marks, broker: Broker, fleets: dict[str, Fleet]) -> None:
         self._marks, self._broker, self._fleets = marks, broker, fleets
-        self._rss: dict[int, dict[str, int]] = {}  # mark → role → bytes
-        self._redis: dict[int, int] = {}
-        self._cpu_s: dict[int, dict[str, float]] = {}
         self._begun: dict[int, tuple[int, dict[str, float]]] = {}  # mark → trained, CPU seconds at its span's start
-        self._cpu_us: dict[int, dict[str, float]] = {}
+        self._at: dict[int, dict[str, Any]] = {}  # mark → CPU seconds and bytes by role
 
     async def run(self) -> None:
         """Raises SluiceError if a role fails, DeadlineExceeded if there is no progress."""
@@ -241,16 +219,19 @@ class _Watch:
     async def _note(self, trained: int) -> None:
         """Record what reached marks and the starts of their spans need from this look."""
         for mark in self._marks.marks:
-            if mark in self._cpu_s or trained < mark - self._marks.span:
+            if mark in self._at or trained < mark - self._marks.span:
                 continue
             if mark not in self._begun:
                 self._begun[mark] = trained, await self._used_s()
             elif trained >= mark:
-                begun, before = self._begun[mark]
-                self._cpu_s[mark] = used = await self._used_s()
-                self._cpu_us[mark] = {role: 1e6 * (used[role] - before[role]) / (trained - begun) for role in used}
-                self._rss[mark] = {role: _resident(fleet) for role, fleet in self._fleets.items()}
-                self._redis[mark] = await self._broker.used_bytes()
+                (begun, before), used = self._begun[mark], await self._used_s()
+                pids = {role: fleet.processes[0].pid for role, fleet in self._fleets.items()}
+                self._at[mark] = {
+                    "cpu_s": used,
+                    "cpu_us_at_marks": {role: 1e6 * (used[role] - before[role]) / (trained - begun) for role in used},
+                    "rss_bytes": {role: memory_bytes("VmRSS", pid, children=False) for role, pid in pids.items()},
+                    "redis_bytes": await self._broker.used_bytes(),
+                }
                 say(f"{trained:,} sequences: {self._marks.us_at(mark):.0f} us each")
 
     async def _used_s(self) -> dict[str, float]:
@@ -264,27 +245,20 @@ class _Watch:
                 fleet.check()
 
     def fields(self) -> dict[str, Any]:
-        first, middle, end = self._marks.marks
-        cpu_s = {role: used - self._cpu_s[middle][role] for role, used in self._cpu_s[end].items()}
-        by_mark = {str(mark): self._marks.us_at(mark) for mark in (first, middle, end)}
+        _, middle, end = self._marks.marks
+        us = [self._marks.us_at(mark) for mark in self._marks.marks]
+        before, after = self._at[middle], self._at[end]
+        cpu_s = {role: used - before["cpu_s"][role] for role, used in after["cpu_s"].items()}
+        growth = {role: used / before["rss_bytes"][role] - 1 for role, used in after["rss_bytes"].items()}
         return {
-            "us_per_sequence": by_mark,
-            "us_ratio": by_mark[str(end)] / by_mark[str(first)],
+            "us_per_sequence": by_count(dict(zip(self._marks.marks, us, strict=True))),
+            "us_ratio": us[-1] / us[0],
             "cpu_us_per_sequence": {role: 1e6 * used / (end - middle) for role, used in cpu_s.items()},
-            "cpu_us_at_marks": by_count(self._cpu_us),
-            "rss_growth_share": {role: used / self._rss[middle][role] - 1 for role, used in self._rss[end].items()},
-            "rss_bytes": by_count(self._rss),
-            "redis_bytes": by_count(self._redis),
+            **{name: by_count(self._at, lambda at, name=name: at[name]) for name in after if name != "cpu_s"},
+            "rss_growth_share": growth,
             "sequences": self._marks.count,
             "run_s": self._marks.seconds,
         }
-
-
-def _resident(fleet: Fleet) -> int:
-    try:
-        return int(Path(f"/proc/{fleet.processes[0].pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 async def _until_expired(client: Any) -> None:
@@ -347,22 +321,15 @@ class AnsweringBackend:
             vocab_size=1 << 20, eos_token_ids=tuple(codec.eos_token_ids), context_length=1 << 16,
         )  # fmt: skip
 
-    async def start(self) -> None:
-        """Nothing to load."""
+    async def start(self) -> None: ...
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
         count = len(self._token_ids)
-        return SequenceOutput(
-            seq_key=request.seq_key,
-            prompt_token_ids=request.prompt_token_ids,
-            sampled=SampledTokens(list(self._token_ids), [-0.5] * count, [0] * count),
-            text=ANSWER,
-            raw_text=ANSWER,
-            finish_reason="stop",
-        )
+        sampled = SampledTokens(list(self._token_ids), [-0.5] * count, [0] * count)
+        prompt = request.prompt_token_ids
+        return SequenceOutput(request.seq_key, prompt, sampled, text=ANSWER, raw_text=ANSWER, finish_reason="stop")
 
-    def abort(self, seq_key: str) -> None:
-        """Nothing to abort."""
+    def abort(self, seq_key: str) -> None: ...
 
     async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
         raise EngineError(f"an engine without weights was given {directory}")
@@ -373,9 +340,7 @@ class AnsweringBackend:
     async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
         raise EngineError("an engine without a guard")
 
-    async def close(self) -> None:
-        """Nothing to close."""
+    async def close(self) -> None: ...
 
     def progress(self) -> float:
-        """It never hangs."""
-        return time.monotonic()
+        return time.monotonic()  # it never hangs

@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from sluice.bench import harness
 from sluice.bench.child import Parent
 from sluice.bench.harness import aim, median_of, play, ratios, spread
-from sluice.bench.processes import WORK_S, Fleet, engine_environment
+from sluice.bench.processes import WORK_S, Fleet, engine_environment, memory_bytes
 
 _ADVANTAGES = (1.0, -1.0)
 _PROMPT = 16  # tokens
@@ -132,7 +132,7 @@ def ours(model: Any, ids: Sequence[Sequence[int]], _home: Path) -> Sample:
     config = TrainerConfig(micro_batch_tokens=len(ids[0]))
     step = TrainStep(model, config, pad_id=0, row_tokens=256, policy=PolicyConfig(enabled=True))
     step.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    resident = _resident_mb()
+    resident = _mb("VmRSS")
     step.prove()
     return _second_of_two(lambda: step.run(samples, 1), resident)
 
@@ -140,7 +140,7 @@ def ours(model: Any, ids: Sequence[Sequence[int]], _home: Path) -> Sample:
 def plain(model: Any, ids: Sequence[Sequence[int]], _home: Path) -> Sample:
     import torch
 
-    resident = _resident_mb()
+    resident = _mb("VmRSS")
     loaded = len(ids) * (len(ids[0]) - _PROMPT)
 
     def step() -> None:
@@ -180,7 +180,7 @@ def trl(model: Any, ids: Sequence[Sequence[int]], home: Path) -> Sample:
             self.started = time.perf_counter()
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.seconds, self.peak_mb = time.perf_counter() - self.started, _peak_mb()
+            self.seconds, self.peak_mb = time.perf_counter() - self.started, _mb("VmHWM")
 
     watch, rows = Watch(), len(ids)
     options = GRPOConfig(
@@ -198,7 +198,7 @@ def trl(model: Any, ids: Sequence[Sequence[int]], home: Path) -> Sample:
         rollout_func=canned,
         callbacks=[watch],
     )
-    resident = _resident_mb()
+    resident = _mb("VmRSS")
     trainer.train()
     return Sample(watch.seconds, watch.peak_mb - resident)
 
@@ -238,7 +238,7 @@ def _second_of_two(step: Callable[[], Any], resident_mb: float) -> Sample:
     _forget_peak()
     started = time.perf_counter()
     step()
-    return Sample(time.perf_counter() - started, _peak_mb() - resident_mb)
+    return Sample(time.perf_counter() - started, _mb("VmHWM") - resident_mb)
 
 
 def _forget_peak() -> None:
@@ -246,14 +246,5 @@ def _forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_mb() -> float:
-    return _status_mb("VmHWM:")
-
-
-def _resident_mb() -> float:
-    return _status_mb("VmRSS:")
-
-
-def _status_mb(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+def _mb(kind: Literal["VmHWM", "VmRSS"]) -> float:
+    return memory_bytes(kind, children=False) / (1 << 20)

@@ -1,33 +1,28 @@
 """The guard's share of a step, what it saves, and two whole runs, without the guard and with it.
 
-- The engine itself measures the guard's cost, inside its process; it is read every quarter of a second. Only intervals
-  count in which every step had all sequences: no prefill, no ended sequence. The sequences never end by themselves, and
-  have fewer tokens than `min_new_tokens`: the guard watches all and ends none.
+- The engine measures the guard's cost inside its process, read every quarter of a second. Only intervals count in which
+  every step had all sequences. They have fewer tokens than `min_new_tokens`: the guard watches all and ends none.
 - Savings: half of the workload loops. Loops begin after 0 to 256 generated tokens, with every period of
-  `sluice.bench.models.PERIODS` equally often. The guard in the engine must do what the rule says for the known
-  continuation, or nothing is reported.
+  `sluice.bench.models.PERIODS` equally often. The guard must do what the rule says for the known continuation.
 - The oracle ends a looping sequence at the first token from which the rest is periodic for good, with a period of at
   most `ngram_size`; it does nothing else. It ignores sequences that end by themselves.
-- A whole run is started by `sluice run`: producer, one worker, consumer and trainer on their own broker. Every rollout
-  is right, so the trainer trains on all of its tokens; the learning rate is too small to change the model's output. Its
-  clock runs from the first look that finds the worker's engine loaded (four looks per second) to the trainer's last
-  step. The counters are the run's own metrics.
+- A whole run has producer, one worker, consumer and trainer on their own broker. Every rollout is right, so the trainer
+  trains on all of its tokens; the learning rate is too small to change the model's output. Its clock runs from the
+  first look that finds the worker's engine loaded (four a second) to the trainer's last step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -35,7 +30,7 @@ from sluice.bench import harness
 from sluice.bench.child import Parent
 from sluice.bench.engines import greedy, make_engine, random_ids
 from sluice.bench.guard.rule_cost import ANY_PERIOD, DEFAULTS, ns_per_token
-from sluice.bench.harness import HOME, run_interruptible, say
+from sluice.bench.harness import HOME, run_interruptible, say, write_rows
 from sluice.bench.models import HEALTHY, LEAD, LOOPING_CONTEXT, Chains, endless_model, looping_model, word
 from sluice.bench.processes import Fleet, engine_environment, run_settings
 from sluice.consumers.training.step_log import read_steps
@@ -115,12 +110,9 @@ async def _in_engines(plan: Plan, home: Path) -> dict[str, Any]:
 
 
 def _whole_runs(plan: Plan, home: Path) -> dict[str, Any]:
-    starting = enumerate(starts(Chains.make(), plan.run_sequences))
     truth = {"answer": "w", "pattern": "w"}  # any output contains it
-    rows = [
-        {"id": at, "messages": [{"role": "user", "content": word(one.token)}], "truth": truth} for at, one in starting
-    ]
-    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = (word(each.token) for each in starts(Chains.make(), plan.run_sequences))
+    write_rows(home / "rows.jsonl", prompts, truth)
     found = {name: _run(_config(plan, home, name)) for name in ("off", "on")}
     for name, run in found.items():
         say(f"run with the guard {name}: {run['trained_per_s']:.2f} samples/s trained, {run['tokens']:.0f} tokens")
@@ -157,25 +149,16 @@ def _run(config: Config) -> dict[str, float]:
 
 
 def _config(plan: Plan, home: Path, guard: str) -> Config:
+    count = plan.run_sequences
     settings = run_settings(
-        f"guard-{guard}",
-        looping_model(HOME),
-        "dashboard.enabled=false",
-        f"run_dir={home / 'runs'}",
-        f"broker.embedded_dir={home / f'broker-{guard}'}",
-        f"data.path={home / 'rows.jsonl'}",
-        f"data.limit={plan.run_sequences}",
-        "sampling.temperature=0",
-        f"sampling.max_new_tokens={plan.run_longest}",
-        f"producer.samples_per_version={-(-plan.run_sequences // _VERSIONS)}",
-        f"producer.max_in_flight={plan.run_sequences + _VERSIONS}",
-        "worker.count=1",
-        f"worker.max_batch={_MAX_BATCH}",
-        "consumer.row_tokens=2048",
-        f"rollout_matching.repeat_terminate.enabled={str(guard == 'on').lower()}",
-        "trainer.learning_rate=1.0e-9",
+        f"guard-{guard}", looping_model(HOME), "dashboard.enabled=false", f"run_dir={home / 'runs'}",
+        f"broker.embedded_dir={home / f'broker-{guard}'}", f"data.path={home / 'rows.jsonl'}", f"data.limit={count}",
+        "sampling.temperature=0", f"sampling.max_new_tokens={plan.run_longest}",
+        f"producer.samples_per_version={-(-count // _VERSIONS)}", f"producer.max_in_flight={count + _VERSIONS}",
+        "worker.count=1", f"worker.max_batch={_MAX_BATCH}", "consumer.row_tokens=2048",
+        f"rollout_matching.repeat_terminate.enabled={str(guard == 'on').lower()}", "trainer.learning_rate=1.0e-9",
         "trainer.micro_batch_tokens=4096",
-    )
+    )  # fmt: skip
     return load_config(None, settings, {})
 
 
@@ -250,9 +233,8 @@ async def step_share(plan: Plan, home: Path) -> dict[str, Any]:
         async with engine(backend, endless_model(HOME), max(plan.counts), home) as running:
             for count in sorted(set(plan.counts)):
                 taken, spent, elapsed = await _measured(running, count, plan.steps)
-                for name, value in zip(
-                    names, (spent / elapsed, spent / taken / 1e3, elapsed / taken / 1e6), strict=True
-                ):
+                values = (spent / elapsed, spent / taken / 1e3, elapsed / taken / 1e6)
+                for name, value in zip(names, values, strict=True):
                     fields[name][backend][str(count)] = value
                 say(f"{backend}, {count} sequences: guard {spent / elapsed:.4f} of a step ({taken} steps)")
     return fields
@@ -273,8 +255,7 @@ async def _measured(running: Fleet, count: int, wanted: int) -> tuple[int, float
     raise SluiceError(f"{count} sequences never ran together for {wanted} steps in {_ROUNDS} rounds")
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """One sequence: the token that is its prompt, and the period of its loop, 0 for none."""
 
     token: int
@@ -291,14 +272,11 @@ class Start:
 def starts(chains: Chains, count: int) -> list[Start]:
     """Looping and healthy ones, alternating."""
     found: list[Start] = []
-    for index in range(count):
-        at = index // 2
-        if index % 2:
-            found.append(Start(chains.healthy[at * _HEALTHY_STRIDE % HEALTHY], 0))
-        else:
-            lead, loop = chains.loops[at % len(chains.loops)]
-            found.append(Start(lead[LEAD - 1 - at * _LEAD_STRIDE % LEAD], len(loop)))
-    return found
+    for at in range((count + 1) // 2):
+        lead, loop = chains.loops[at % len(chains.loops)]
+        found.append(Start(lead[LEAD - 1 - at * _LEAD_STRIDE % LEAD], len(loop)))
+        found.append(Start(chains.healthy[at * _HEALTHY_STRIDE % HEALTHY], 0))
+    return found[:count]
 
 
 def oracle_keeps(tokens: Sequence[int], longest_period: int) -> int:
@@ -329,9 +307,8 @@ async def saved(sequences: int, longest: int, home: Path) -> dict[str, Any]:
     chains = Chains.make()
     work = starts(chains, sequences)
     full = [chains.continuation(start.token, longest) for start in work]
-    oracle = [
-        oracle_keeps(whole, _SIZE) if start.period else len(whole) for start, whole in zip(work, full, strict=True)
-    ]
+    pairs = zip(work, full, strict=True)
+    oracle = [oracle_keeps(whole, _SIZE) if start.period else len(whole) for start, whole in pairs]
     ask = Work([[start.token] for start in work], longest)
     shares: dict[str, dict[str, Any]] = {}
     for name, thresholds in (("the rule", DEFAULTS), ("any_period", ANY_PERIOD)):
@@ -364,15 +341,11 @@ def fields(
         if looping:
             guard[start.kind] += len(whole) - mine
             most[start.kind] += len(whole) - best
-    of_looping = sum(start.period > 0 for start in work)
+    of_looping, whole = sum(start.period > 0 for start in work), sum(map(len, full))
     return {
         "saved_share": guard.total() / most.total() if most.total() else 0.0,
         "saved_share_by_period": {kind: guard[kind] / most[kind] if most[kind] else 0.0 for kind in most},
-        "tail_tokens": {
-            "without": sum(map(len, full)),
-            "saved_by_guard": guard.total(),
-            "saved_by_oracle": most.total(),
-        },
+        "tail_tokens": {"without": whole, "saved_by_guard": guard.total(), "saved_by_oracle": most.total()},
         "ended": {"looping": ended[True], "of_looping": of_looping, "healthy": ended[False]},
     }
 
@@ -383,6 +356,5 @@ def _check(done: Done, full: Sequence[Sequence[int]], end: int, thresholds: Repe
         keeps = guard_keeps(whole, thresholds)
         wanted = [*whole[:keeps], end] if at is not None else list(whole)
         if tokens != wanted or (at is None) != (keeps == len(whole)):
-            raise SluiceError(
-                f"a sequence of {len(tokens)} tokens, ended by the guard at {at}: the rule says {keeps} of {len(whole)}"
-            )
+            rule = f"the rule says {keeps} of {len(whole)}"
+            raise SluiceError(f"a sequence of {len(tokens)} tokens, ended by the guard at {at}: {rule}")

@@ -30,23 +30,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sluice.bench.broker import (
-    IN_FLIGHT,
-    Broker,
-    broker_config,
-    chunks,
-    decode_job,
-    enqueue,
-    enqueue_calls,
-    in_flight,
-    own_broker,
-)
+from sluice.bench.broker import Broker, chunks, decode_job, enqueue, enqueue_calls, in_flight, own_broker, run_config
 from sluice.bench.child import Parent
 from sluice.bench.harness import by_count, percentile, say, until
 from sluice.bench.processes import child_command
 from sluice.bench.queue.race import MAX_JOBS, SAQ_MISSING, SYSTEMS, Ours, Plan, Race, saq_is_installed
 from sluice.pipeline.broker.connection import ping
-from sluice.pipeline.config.types import Config, UpConfig
+from sluice.pipeline.config.types import UpConfig
 from sluice.pipeline.errors import BrokerError, SluiceError
 from sluice.pipeline.queue import ArqWorker, Call, Claim, Finished, JobQueue
 from sluice.pipeline.run.role import default_name, role_process
@@ -88,7 +78,7 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
         race = Race(plan, durable, plain, home)
         for workers in sorted(set(plan.workers)):
             await race.run(workers)
-        facts = ping(broker_config(durable.url))
+        facts = ping(run_config("bench", durable.url).broker)
         name = str(facts.get("server_name", "redis"))
         return {
             **race.outcome.fields(),
@@ -134,29 +124,19 @@ def _result_template(size: int) -> SequenceResult:
 
 def _result_with(count: int) -> SequenceResult:
     """`count` tokens, each with a logprob and a word."""
+    text, group_id = "word " * count, "commit:" + "0" * 24
     return SequenceResult(
-        seq_id="commit:" + "0" * 24 + ":0",
-        group_id="commit:" + "0" * 24,
-        group_size=1,
-        index=0,
-        worker="worker-0",
-        backend="hf",
-        prompt_token_ids=TokenArray(range(_PROMPT)),
-        token_ids=TokenArray(range(count)),
-        logprobs=FloatArray([-0.5] * count),
-        versions=Runs.of([1] * count),
-        text="word " * count,
-        raw_text="word " * count,
-        finish_reason="stop",
-        sampling=SamplingParams(),
-        task="exact_answer",
-    )
+        seq_id=f"{group_id}:0", group_id=group_id, group_size=1, index=0, worker="worker-0", backend="hf",
+        prompt_token_ids=TokenArray(range(_PROMPT)), token_ids=TokenArray(range(count)),
+        logprobs=FloatArray([-0.5] * count), versions=Runs.of([1] * count), text=text, raw_text=text,
+        finish_reason="stop", sampling=SamplingParams(), task="exact_answer",
+    )  # fmt: skip
 
 
 async def bulk_enqueue(broker: Broker, count: int) -> dict[str, float]:
-    """Jobs per second: several calls in flight, and one call after the other."""
+    """Jobs per second: four calls in flight, and one call after the other."""
     found: dict[str, float] = {}
-    for name, most in (("bulk_enqueue_s", IN_FLIGHT), ("bulk_enqueue_one_by_one_s", 1)):
+    for name, most in {"bulk_enqueue_s": 4, "bulk_enqueue_one_by_one_s": 1}.items():
         queue = broker.queue(name)
         ready = list(chunks([decode_job(name, number) for number in range(count)]))
         started = time.perf_counter()
@@ -199,6 +179,7 @@ async def _claimed(queue: JobQueue, count: int) -> list[Claim]:
 
 async def claims(broker: Broker, depths: Sequence[int], count: int) -> dict[str, Any]:
     """Microseconds to claim one job, by the number of jobs in the queue."""
+    taken: dict[int, list[float]] = {depth: [] for depth in depths}
     queues = {depth: broker.queue(f"depth-{depth}") for depth in depths}
     for depth, queue in queues.items():
         started = time.perf_counter()
@@ -210,7 +191,6 @@ async def claims(broker: Broker, depths: Sequence[int], count: int) -> dict[str,
         return not (await broker.client.info("persistence"))["aof_rewrite_in_progress"]
 
     await until(settled, "the broker to rewrite its append-only file", _SETTLE_S)
-    taken: dict[int, list[float]] = {depth: [] for depth in queues}
     for _ in range(count):
         for depth, queue in queues.items():
             started = time.perf_counter()
@@ -229,7 +209,7 @@ async def last(_ctx: Any, seconds: float) -> None:
 
 async def serve_mortal(_: Parent, url: str, run: str) -> None:
     """A worker to be killed; it runs until SIGTERM. Its heartbeat names the owner of its leases, like any worker's."""
-    config = Config(run=run, broker=broker_config(url))
+    config = run_config(run, url)
     async with role_process(config, "worker", default_name("worker")) as role:
         worker = ArqWorker(
             [last], client=role.client, keys=role.keys, config=config, name=role.name, stop=role.stop,
@@ -261,7 +241,7 @@ class _Round:
     """Supervised workers in a separate run."""
 
     def __init__(self, broker: Broker, home: Path, workers: int, kills: int) -> None:
-        self._config = Config(run=f"deaths-{workers}-{kills}", broker=broker_config(broker.url))
+        self._config = run_config(f"deaths-{workers}-{kills}", broker.url)
         self._broker, self._workers, self._kills = broker, workers, kills
         self._queue = broker.queue(self._config.run)
         env = {**os.environ, "REDIS_URL": broker.url}
@@ -285,8 +265,8 @@ class _Round:
 
     @contextlib.asynccontextmanager
     async def _started(self) -> AsyncGenerator[None]:
+        command = child_command(serve_mortal, [self._config.broker.url, self._config.run])
         for number in range(self._workers):
-            command = child_command(serve_mortal, [self._config.broker.url, self._config.run])
             self._supervisor.add(f"worker-{number}", command)
         began = time.perf_counter()
 

@@ -2,13 +2,7 @@
 
 - A round: the workers are paused, the queue is filled; the clock runs from their release to the last job's end.
 - For each number of workers, one short round per setting finds arq's best; the winner then races.
-
-| system | worker processes                            | ended when                                        |
-|--------|---------------------------------------------|---------------------------------------------------|
-| ours   | ArqWorker                                   | the queue is empty, and as many calls are counted |
-| arq    | arq's worker, its serialiser, its defaults  | the queue is empty (a job leaves it at its end)   |
-| saq    | SAQ's worker, its defaults; it is installed | nothing is incomplete                             |
-|        | for benchmarks only (the extra `bench`)     |                                                   |
+- arq runs with its own serialiser. A job of arq leaves the queue when it ends.
 """
 
 from __future__ import annotations
@@ -18,7 +12,7 @@ import importlib
 import logging.config
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,12 +24,11 @@ import msgspec
 from arq.logs import default_log_config
 
 from sluice.bench import harness
-from sluice.bench.broker import Broker, broker_config, enqueue_calls, in_flight
+from sluice.bench.broker import Broker, enqueue_calls, in_flight, run_config
 from sluice.bench.child import Parent
 from sluice.bench.harness import by_count, median_of, play, ratios, spread, until
 from sluice.bench.processes import Fleet
 from sluice.pipeline.broker.connection import connect
-from sluice.pipeline.config.types import Config
 from sluice.pipeline.logs import configure
 from sluice.pipeline.queue import ArqWorker, Claimed, arq_pool, arq_redis_settings
 from sluice.pipeline.run.role import default_name
@@ -91,19 +84,16 @@ async def mark(ctx: dict[Any, Any], sent_at: float) -> None:
 async def serve_ours(parent: Parent, url: str, run: str) -> None:
     """One of our workers: it says `ready`, serves until SIGTERM, and reports its totals."""
     configure("bench")
-    config, totals = Config(run=run, broker=broker_config(url)), Totals()
-
-    async def ready(_ctx: Any) -> None:
-        parent.tell("ready")
+    config, totals = run_config(run, url), Totals()
 
     def count(got: Claimed) -> None:
         totals.claimed += len(got.claims)
         totals.claims += bool(got.claims)
 
-    client = connect(config.broker)
+    client, name = connect(config.broker), default_name("worker")
     worker = ArqWorker(
-        [noop, mark], client=client, keys=Keys(run), config=config, name=default_name("worker"), max_jobs=MAX_JOBS,
-        on_startup=ready, ctx={"totals": totals}, on_claim=count,
+        [noop, mark], client=client, keys=Keys(run), config=config, name=name, max_jobs=MAX_JOBS,
+        on_startup=_ready(parent), ctx={"totals": totals}, on_claim=count,
     )  # fmt: skip
     await worker.main()
     await worker.close()
@@ -115,22 +105,24 @@ async def serve_arq(parent: Parent, url: str, settings: Settings) -> None:
     """A worker of stock arq, logging as its command does: two lines a job, unless it has settings of ours."""
     logging.config.dictConfig({"version": 1} if settings else default_log_config(verbose=False))
 
-    async def ready(_ctx: Any) -> None:
-        parent.tell("ready")
-
-    options: Any = {"functions": [noop], "on_startup": ready, **settings}
+    options: Any = {"functions": [noop], "on_startup": _ready(parent), **settings}
     await arq.Worker(redis_settings=arq_redis_settings(url), **options).async_run()
 
 
 async def serve_saq(parent: Parent, url: str) -> None:
     saq: Any = importlib.import_module("saq")
+    queue = saq.Queue.from_url(url)
+    await queue.connect()
+    await saq.Worker(queue, [noop], startup=_ready(parent)).start()
+
+
+def _ready(parent: Parent) -> Callable[[Any], Awaitable[None]]:
+    """Says `ready` when the worker has started."""
 
     async def ready(_ctx: Any) -> None:
         parent.tell("ready")
 
-    queue = saq.Queue.from_url(url)
-    await queue.connect()
-    await saq.Worker(queue, [noop], startup=ready).start()
+    return ready
 
 
 @dataclass(frozen=True)
@@ -306,60 +298,56 @@ def _rate(lap: Lap) -> float:
     return lap.rate
 
 
+@dataclass
 class Race:
     """All rounds, on two brokers."""
 
-    def __init__(self, plan: Plan, durable: Broker, plain: Broker, home: Path) -> None:
-        self._plan, self._durable, self._plain, self._home = plan, durable, plain, home
-        self.outcome = Outcome()
+    plan: Plan
+    durable: Broker
+    plain: Broker
+    home: Path
+    outcome: Outcome = field(default_factory=Outcome)
 
     async def run(self, workers: int) -> None:
         found = self.outcome
         async with contextlib.AsyncExitStack() as scope:
-            ours, others = await self._line_up(workers, scope)
-            systems: dict[str, System] = {"ours": ours, **others}
+
+            async def started(name: str, system: System) -> System:
+                return await scope.enter_async_context(system.started(f"{name}-{workers}", workers, self.home))
+
+            ours = Ours(self.durable, f"race-{workers}")
+            systems: dict[str, System] = {"ours": await started("ours", ours)}
+            await ours.run(self.plan.probe_jobs * _OURS_WARM)
+            others = {"arq": Arq(self.plain), **({"saq": Saq(self.plain)} if saq_is_installed() else {})}
+            others = {name: await started(name, system) for name, system in others.items()}
+            probed = {name: (await system.run(self.plan.probe_jobs)).rate for name, system in others.items()}
+            best = await started("arq_best", Arq(self.plain, await self._best_of_arq(workers)))
+            systems |= {"arq_best": best, **others}
+            probed["arq_best"] = await self._probe(best)
+            ours.jobs = self.plan.jobs
+            for name, rate in probed.items():  # as many as it ends in the time of a round
+                systems[name].jobs = max(self.plan.probe_jobs, round(rate * self.plan.seconds))
 
             async def one(name: str, _: int) -> Lap:
                 return await systems[name].run(systems[name].jobs)
 
             show, what = (lambda lap: f"{lap.rate:.0f} jobs/s"), f"{workers} workers, round"
-            found.rounds[workers] = await play(self._plan.rounds, list(systems), one, show=show, what=what)
+            found.rounds[workers] = await play(self.plan.rounds, list(systems), one, show=show, what=what)
             found.jobs[workers] = {name: system.jobs for name, system in systems.items()}
             totals = await ours.totals()
             found.claimed[workers] = sum(each.claimed for each in totals) / ours.filled
             found.claims[workers] = sum(each.claims for each in totals) / ours.filled
 
-    async def _line_up(self, workers: int, scope: contextlib.AsyncExitStack) -> tuple[Ours, dict[str, System]]:
-        """All systems, warm; the others get as many jobs as they finish in the time of a round."""
-        ours = Ours(self._durable, f"race-{workers}")
-        await scope.enter_async_context(ours.started(f"ours-{workers}", workers, self._home))
-        await ours.run(self._plan.probe_jobs * _OURS_WARM)
-        ours.jobs = self._plan.jobs
-        others: dict[str, System] = {"arq": Arq(self._plain)}
-        if saq_is_installed():
-            others["saq"] = Saq(self._plain)
-        for name, system in others.items():
-            await scope.enter_async_context(system.started(f"{name}-{workers}", workers, self._home))
-        for system in others.values():
-            system.jobs = self._jobs_at((await system.run(self._plan.probe_jobs)).rate)
-        return ours, {"arq_best": await self._best_arq(workers, scope), **others}
-
-    async def _best_arq(self, workers: int, scope: contextlib.AsyncExitStack) -> System:
-        """Probe every setting; the best one starts anew."""
+    async def _best_of_arq(self, workers: int) -> Settings:
+        """By a probe of every setting."""
         rows = self.outcome.grid[workers] = []
-        for number, settings in enumerate(ARQ_GRID[: self._plan.settings]):
-            async with Arq(self._plain, settings).started(f"arq-{workers}-{number}", workers, self._home) as system:
+        for number, settings in enumerate(ARQ_GRID[: self.plan.settings]):
+            async with Arq(self.plain, settings).started(f"arq-{workers}-{number}", workers, self.home) as system:
                 rows.append({**settings, "jobs_s": await self._probe(system)})
         rates = [row["jobs_s"] for row in rows]
         chosen = self.outcome.best[workers] = ARQ_GRID[rates.index(max(rates))]
-        best = Arq(self._plain, chosen)
-        await scope.enter_async_context(best.started(f"arq_best-{workers}", workers, self._home))
-        best.jobs = self._jobs_at(await self._probe(best))
-        return best
+        return chosen
 
     async def _probe(self, system: System) -> float:
-        await system.run(self._plan.probe_jobs // _WARM_SHARE)
-        return (await system.run(self._plan.probe_jobs)).rate
-
-    def _jobs_at(self, rate: float) -> int:
-        return max(self._plan.probe_jobs, round(rate * self._plan.seconds))
+        await system.run(self.plan.probe_jobs // _WARM_SHARE)
+        return (await system.run(self.plan.probe_jobs)).rate
