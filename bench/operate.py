@@ -18,7 +18,7 @@ import json
 import random
 import subprocess
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -134,7 +134,15 @@ async def _pages(plan: Plan, home: Path, broker: Broker) -> dict[str, Any]:
         command = sluice_command("dashboard", "-c", str(resolved), "--set", f"dashboard.port={port}")
         await fleet.start(command, {"REDIS_URL": broker.url, "SLUICE_DASHBOARD_KEY": ""})
         await until_healthy(session, site, fleet)
-        indexed_s = await _until_indexed(session, site)
+        started = time.monotonic()
+
+        async def is_indexed() -> bool:
+            """A search doesn't say that sequences are missing in it."""
+            async with session.get(f"{site}/sequences?text={quote(_WORD)}") as answer:
+                return answer.status == 200 and "indexed yet" not in await answer.text()
+
+        await until(is_indexed, "the dashboard to index the history", _INDEXED_S, every_s=0.5)
+        indexed_s = time.monotonic() - started
         say(f"index: {plan.sequences} sequences within {indexed_s:.1f} s of the dashboard's start")
         async with _beside(_look(session, site)):
             for turn in range(plan.requests + _WARM_PAGES):
@@ -187,18 +195,6 @@ async def _paths(config: Config, client: Any) -> dict[str, str]:
         "dead letter": f"/dead-letters/{quote(letters[-1], safe=':')}",
         "config": "/config",
     }
-
-
-async def _until_indexed(session: aiohttp.ClientSession, site: str) -> float:
-    """Until a search says no more that sequences are missing in it; seconds."""
-    started = time.monotonic()
-
-    async def is_whole() -> bool:
-        async with session.get(f"{site}/sequences?text={quote(_WORD)}") as answer:
-            return answer.status == 200 and "indexed yet" not in await answer.text()
-
-    await until(is_whole, "the dashboard to index the history", _INDEXED_S, every_s=0.5)
-    return time.monotonic() - started
 
 
 def write_steps(directory: Path, count: int) -> None:
@@ -259,22 +255,22 @@ async def _overhead(plan: Plan, home: Path, brokers: dict[str, Broker]) -> dict[
             async with _beside(_scrape(session, addresses)) if name == "with-metrics" else contextlib.nullcontext():
                 return (await sides[name].round(work))[0]
 
-        def check(_: int, found: Any) -> None:
+        def check(_: int, found: Mapping[str, Sample]) -> None:
             metrics, without = (found[name].num_tokens for name in ("with-metrics", "without"))
             if metrics != without:
                 raise SluiceError(f"{metrics} tokens with metrics, {without} without; ratios would be unfair")
 
         rounds = await play(plan.rounds, ("without", "with-metrics"), one, check)
-    wall = [1 - share for share in ratios(rounds, "with-metrics", "without", lambda sample: sample.tok_s)]
-    cpu = [share - 1 for share in ratios(rounds, "with-metrics", "without", lambda sample: sample.cpu_s) if share]
+    both = ("with-metrics", "without")
+    wall = [1 - share for share in ratios(rounds, *both, lambda sample: sample.tok_s)]
+    cpu = [share - 1 for share in ratios(rounds, *both, lambda sample: sample.cpu_s) if share]
     say(f"metrics: overhead {median(wall):.4f} by tokens/s, {median(cpu):.4f} by processor time")
     return {
         "metrics_overhead": median(wall),
         "metrics_overhead_range": spread(wall),
         "metrics_overhead_cpu": median(cpu),
         "metrics_overhead_cpu_range": spread(cpu),
-        "tok_s_with_metrics": median_of(rounds, "with-metrics", lambda sample: sample.tok_s),
-        "tok_s_without": median_of(rounds, "without", lambda sample: sample.tok_s),
+        **{f"tok_s_{side.replace('-', '_')}": median_of(rounds, side, lambda one: one.tok_s) for side in both},
     }
 
 
@@ -320,43 +316,27 @@ async def fill_broker(broker: Broker, config: Config, count: int) -> None:
 
 
 def _results(run: str, codec: HFTextCodec, count: int) -> Iterator[SequenceResult]:
-    scenes, rng, now = _scenes(codec), random.Random(0), time.time()
-    sampling = SamplingParams(max_new_tokens=128)
-    for number in range(count):
-        prompt, tokens, text, truth = scenes[number // _GROUP % len(scenes)]
-        job_id, version = job_id_for(run, f"past:{number // _GROUP}", 0, sampling, _GROUP), number // 1000
-        half = len(tokens) // 2
-        yield SequenceResult(
-            seq_id=f"{job_id}:{number % _GROUP}",
-            group_id=job_id,
-            group_size=_GROUP,
-            index=number % _GROUP,
-            worker=f"worker-{number % _PROCESSES}",
-            backend="hf",
-            engine_version="bench",
-            prompt_token_ids=TokenArray(prompt),
-            token_ids=TokenArray(tokens),
-            logprobs=FloatArray([-rng.random() for _ in tokens]),
-            versions=Runs.of([version] * half + [version + 1] * (len(tokens) - half)),
-            text=text,
-            raw_text=text,
-            finish_reason="length" if number % 50 == 0 else "stop",
-            triggers={"repeat_terminate": int(number % 400 == 0)},
-            sampling=sampling,
-            timings={"enqueued_at": now - count + number, "queue_s": 0.2, "decode_s": 0.4},
-            truth=truth,
-        )
-
-
-def _scenes(codec: HFTextCodec) -> list[tuple[list[int], list[int], str, Any]]:
-    """(prompt's tokens, answer's tokens, answer, truth) each."""
     from sluice.demo.digits.data import answer_text, messages_of
     from sluice.demo.digits.scenes import scenes
 
-    found = []
+    shown: list[tuple[list[int], list[int], str, Any]] = []  # the prompt's tokens, the answer's, answer, truth
     for scene in scenes("train", _SCENES, 3):
-        wrong = [{**scene.objects[0], "desc": "eight"}, *scene.objects[1:]]
-        text = answer_text(wrong)
+        text = answer_text([{**scene.objects[0], "desc": "eight"}, *scene.objects[1:]])
         prompt = codec.encode(str(messages_of(scene)[0]["content"]))
-        found.append((prompt, [*codec.encode(text), codec.eos_token_ids[0]], text, list(scene.objects)))
-    return found
+        shown.append((prompt, [*codec.encode(text), codec.eos_token_ids[0]], text, list(scene.objects)))
+    rng, now = random.Random(0), time.time()
+    sampling = SamplingParams(max_new_tokens=128)
+    for number in range(count):
+        prompt, tokens, text, truth = shown[number // _GROUP % len(shown)]
+        job_id, version = job_id_for(run, f"past:{number // _GROUP}", 0, sampling, _GROUP), number // 1000
+        half = len(tokens) // 2
+        yield SequenceResult(
+            seq_id=f"{job_id}:{number % _GROUP}", group_id=job_id, group_size=_GROUP, index=number % _GROUP,
+            worker=f"worker-{number % _PROCESSES}", backend="hf", engine_version="bench",
+            prompt_token_ids=TokenArray(prompt), token_ids=TokenArray(tokens),
+            logprobs=FloatArray([-rng.random() for _ in tokens]),
+            versions=Runs.of([version] * half + [version + 1] * (len(tokens) - half)), text=text, raw_text=text,
+            finish_reason="length" if number % 50 == 0 else "stop",
+            triggers={"repeat_terminate": int(number % 400 == 0)}, sampling=sampling,
+            timings={"enqueued_at": now - count + number, "queue_s": 0.2, "decode_s": 0.4}, truth=truth,
+        )  # fmt: skip

@@ -15,10 +15,9 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from sluice.bench import harness
 from sluice.bench.broker import Broker, enqueue, new_job, own_broker
@@ -73,7 +72,7 @@ class Sample:
 
     seconds: float
     cpu_s: float
-    tokens: Mapping[str, Sequence[int]]
+    tokens: Mapping[str, list[int]]
 
     @property
     def num_tokens(self) -> int:
@@ -82,12 +81,6 @@ class Sample:
     @property
     def tok_s(self) -> float:
         return self.num_tokens / self.seconds
-
-    @property
-    def digest(self) -> str:
-        """Equal for equal tokens of equal sequences."""
-        parts = "\n".join(f"{key} {list(self.tokens[key])}" for key in sorted(self.tokens))
-        return sha256(parts.encode()).hexdigest()
 
 
 Round = Mapping[str, Sample]
@@ -102,11 +95,7 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     `latency_*_s`: from the queue's `enqueued_at` to the arrival in the sink, decoding included.
     """
     settings = plan.settings()
-    async with (
-        own_broker(home / "broker") as broker,
-        Fleet("worker", home) as workers,
-        Fleet("bare", home) as bare,
-    ):
+    async with own_broker(home / "broker") as broker, Fleet("worker", home) as workers, Fleet("bare", home) as bare:
         for worker in range(plan.workers):  # they load at the same time as the queue's
             await bare.start_child(serve_bare, [settings, worker, plan.workers, plan.model is None])
         queued = QueuedEngines(plan.workers, settings, workers, broker)
@@ -137,7 +126,7 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
             "bytes_per_token": received / tokens,
             "result_bytes_per_token": result_bytes / tokens,
             "tokens": rounds[0]["queued"].num_tokens,
-            "identical_rounds": sum(each["bare"].digest == each["queued"].digest for each in rounds),
+            "identical_rounds": sum(each["bare"].tokens == each["queued"].tokens for each in rounds),
             "per_round": [summary([each]) for each in rounds],
             "model": plan.directory.name,
             **await _latency(plan, queued, half),
@@ -161,39 +150,30 @@ async def _latency(plan: Plan, queued: QueuedEngines, rate: float) -> dict[str, 
     arrivals = await queued.open_load(plan.jobs("latency", count), rate)
     timings = [(arrival.at, arrival.result().timings) for arrival in arrivals]
     whole = [at - times["enqueued_at"] for at, times in timings]
-    around = [total - times["decode_s"] for total, (_, times) in zip(whole, timings, strict=True)]
-    found = {
-        f"latency_{part}p{round(100 * share)}_s": percentile(seconds, share)
-        for part, seconds in (("", whole), ("queue_", around))
-        for share in (0.5, 0.99)
-    }
+    around = [at - times["enqueued_at"] - times["decode_s"] for at, times in timings]
+    found = {f"latency_p{share}_s": percentile(whole, share / 100) for share in (50, 99)}
+    found |= {f"latency_queue_p{share}_s": percentile(around, share / 100) for share in (50, 99)}
     say(f"latency at {rate:.1f} sequences/s: p50 {found['latency_p50_s']:.3f} s, p99 {found['latency_p99_s']:.3f} s")
     return {**found, "latency_sequences_per_s": rate, "latency_sequences": count}
 
 
-def cpu_efficiency(rounds: Sequence[Round]) -> list[float]:
-    """CPU time of the bare engines over that of the workers: steadier than wall time on a busy machine."""
-    return ratios(rounds, "bare", "queued", lambda sample: sample.cpu_s)
-
-
 def summary(rounds: Sequence[Round]) -> dict[str, float]:
+    """`cpu_efficiency`: by CPU time, which is steadier than wall time on a busy machine."""
     return {
         "bare_tok_s": median_of(rounds, "bare", lambda sample: sample.tok_s),
         "pipeline_tok_s": median_of(rounds, "queued", lambda sample: sample.tok_s),
         "efficiency": median(ratios(rounds, "queued", "bare", lambda sample: sample.tok_s)),
-        "cpu_efficiency": median(cpu_efficiency(rounds)),
+        "cpu_efficiency": median(ratios(rounds, "bare", "queued", lambda sample: sample.cpu_s)),
     }
 
 
 def check(found: Round) -> None:
     """Raise SluiceError unless both sides decoded the same sequences to the same lengths."""
     bare, queued = ({key: len(tokens) for key, tokens in found[side].tokens.items()} for side in ("bare", "queued"))
-    if bare != queued:
-        differ = [key for key in bare.keys() | queued.keys() if bare.get(key) != queued.get(key)]
-        raise SluiceError(
-            f"the two sides decoded different tokens: {len(differ)} sequences differ, e.g. {differ[0]} "
-            f"({bare.get(differ[0])} tokens bare, {queued.get(differ[0])} through the queue); ratios would be unfair"
-        )
+    if differ := [key for key in bare.keys() | queued.keys() if bare.get(key) != queued.get(key)]:
+        counts = f"{bare.get(differ[0])} tokens bare, {queued.get(differ[0])} through the queue"
+        first = f"{len(differ)} sequences differ, e.g. {differ[0]} ({counts})"
+        raise SluiceError(f"the two sides decoded different tokens: {first}; ratios would be unfair")
 
 
 def num_new_tokens(index: int) -> int:
@@ -237,15 +217,10 @@ async def serve_bare(parent: Parent, settings: list[str], worker: int, workers: 
         prompts = JobPrompts(config.model)
         parent.tell("ready")
         async for name, count, longest in parent.requests(tuple[str, int, int]):
-            requests = [
-                SequenceRequest(
-                    seq_key=f"{job.job_id}:0",
-                    prompt_token_ids=tuple(prompts.text(job, backend.facts).token_ids),
-                    sampling=job.sampling,
-                    seed=seed_for(config.seed, job.job_id, 0),
-                )
-                for job in jobs(name, count, digits=digits, longest=longest)[worker::workers]
-            ]
+            requests: list[SequenceRequest] = []
+            for job in jobs(name, count, digits=digits, longest=longest)[worker::workers]:
+                prompt, seed = tuple(prompts.text(job, backend.facts).token_ids), seed_for(config.seed, job.job_id, 0)
+                requests.append(SequenceRequest(f"{job.job_id}:0", prompt, job.sampling, seed=seed))
             parent.tell("ready")
             await parent.line()
             outputs = await asyncio.gather(*map(backend.decode, requests))
@@ -253,8 +228,7 @@ async def serve_bare(parent: Parent, settings: list[str], worker: int, workers: 
         await prompts.close()
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """One result as it came in; `at` is Unix seconds."""
 
     at: float
@@ -318,7 +292,6 @@ class Sink:
         self._reader = result_reader(broker.client, Keys(RUN), 0, "sink")
 
     async def open(self) -> None:
-        """Make the consumer group."""
         await self._reader.open()
 
     async def collect(self, count: int) -> list[Arrival]:

@@ -7,15 +7,12 @@ Plan ───┼▶ rollouts   many at once: rollout server ⇄ gateway ─▶ 
 The two sides of a part alternate, with the same prompts, on the same model; both stay loaded.
 
 - added: pairs of the same prompt and options. The engine alone gets the prompt's tokens, so the added time includes
-  rendering and parsing. Streamed: time to the first text, which comes with the first `gateway.stream_tokens` tokens,
-  against the engine's report of as many.
-- rollouts: several turns with a tool between them, all at once. Through the servers each is one `POST /rollout`, as a
-  producer sends it; its clock stops when it is closed at the gateway and its trajectory is in the result stream. The
-  engine alone gets each turn's tokens, rendered before the clock starts; between turns it waits as long as the tool
-  would. It has no queue, servers, text, masks or durable state.
-- served: a round is `requests` chat completions, `concurrency` at a time, greedy, all of the same length,
-  without the rollout server. First plain requests, then requests with logprobs: a worker computes those of every token
-  in both cases.
+  rendering and parsing. Streamed: time to the first text, which comes with the first `gateway.stream_tokens` tokens.
+- rollouts: several turns with a tool between them, all at once. Through the servers each is one `POST /rollout`; its
+  clock stops when its trajectory is in the result stream. The engine alone gets each turn's tokens, rendered before the
+  clock starts; between turns it waits as long as the tool would.
+- served: a round is `requests` chat completions, `concurrency` at a time, greedy, all of the same length. First plain
+  requests, then requests with logprobs: a worker computes those of every token in both cases.
 """
 
 from __future__ import annotations
@@ -27,10 +24,10 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -46,7 +43,6 @@ from sluice.pipeline.config.types import GatewayConfig
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.pipeline.prompts.turn_tokens import Renderer
-from sluice.pipeline.wire.messages import Progress
 from sluice.producers.rollout_client.peer import KEY_NAMES
 from sluice.producers.tokenizer import load_renderer
 from sluice.workers.engine.backends import make_backend
@@ -56,13 +52,10 @@ MODEL_NAME = "policy"
 _TOOLS: list[Any] = [{"type": "function", "function": {"name": "multiply"}}]
 _EVERY = GatewayConfig().stream_tokens
 _WARM_PAIRS, _WARM_ROLLOUTS = 5, 8
+_AIM = 0.95  # of `gateway_vs_vllm_serve`
 
 Pair = Mapping[str, float]
 """Seconds through the `gateway`, and `direct` on the engine."""
-
-
-_AIM = 0.95
-"""Of `gateway_vs_vllm_serve`."""
 
 
 class Plan(harness.Plan, frozen=True, kw_only=True):
@@ -87,8 +80,7 @@ class Plan(harness.Plan, frozen=True, kw_only=True):
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Bench:
+class Bench(NamedTuple):
     home: Path
     broker: Broker
     model: Path
@@ -161,18 +153,11 @@ def settings(home: Path, model: Path, backend: str, max_batch: int, plan: Plan) 
     """Settings of a run, for its processes and for the engine called directly."""
     low, high = plan.tool_latency_ms
     return run_settings(
-        f"bench-{backend}",
-        model,
-        f"run_dir={home}",
-        "model.dtype=float32",
-        f"worker.backend={backend}",
-        f"worker.max_batch={max_batch}",
-        "worker.drain_s=0",
-        "worker.vllm.enforce_eager=true",
-        f"gateway.model_name={MODEL_NAME}",
-        f"rollout_server.max_concurrent_rollouts={plan.rollouts}",
+        f"bench-{backend}", model, f"run_dir={home}", "model.dtype=float32", f"worker.backend={backend}",
+        f"worker.max_batch={max_batch}", "worker.drain_s=0", "worker.vllm.enforce_eager=true",
+        f"gateway.model_name={MODEL_NAME}", f"rollout_server.max_concurrent_rollouts={plan.rollouts}",
         f"rollout_server.tool_latency_ms=[{low},{high}]",
-    )
+    )  # fmt: skip
 
 
 @contextlib.asynccontextmanager
@@ -209,12 +194,8 @@ class Direct:
     async def first_tokens_s(self, prompt: Sequence[int], num_tokens: int, every: int) -> float:
         """Seconds to its first `every` tokens; it is decoded to its end."""
         began, reports = time.perf_counter(), list[float]()
-
-        def report(_: Progress) -> None:
-            reports.append(time.perf_counter() - began)
-
-        await self.decode(prompt, num_tokens, report_every=every, report=report)
-        return reports[0]
+        await self.decode(prompt, num_tokens, report_every=every, report=lambda _: reports.append(time.perf_counter()))
+        return reports[0] - began
 
 
 @contextlib.asynccontextmanager
@@ -274,8 +255,7 @@ async def rollouts(
     session: aiohttp.ClientSession, server: str, gateway: str, direct: Direct, renderer: Renderer, plan: Plan
 ) -> dict[str, Any]:
     """Rollouts per second through the servers at `server` and `gateway`, and on the engine alone."""
-    shown = replace(renderer, options=ChatTemplateOptions(tools=_TOOLS))
-    latencies: list[float] = []
+    shown, latencies = replace(renderer, options=ChatTemplateOptions(tools=_TOOLS)), list[float]()
 
     async def one(side: str, number: int) -> float:
         count = _WARM_ROLLOUTS if number < 0 else plan.rollouts
@@ -285,13 +265,9 @@ async def rollouts(
 
         async def through_servers(at: int) -> float:
             began = time.perf_counter()
-            body = {
-                "rollout_id": f"{name}-{at}",
-                "server_url": gateway,
-                "messages": conversation(texts[at], 0),
-                "tokenizer_name": "policy",
-                "sampling_params": {"temperature": 0.0, "max_tokens": 2 * TURN_TOKENS},
-            }
+            sampling = {"temperature": 0.0, "max_tokens": 2 * TURN_TOKENS}
+            body = {"rollout_id": f"{name}-{at}", "server_url": gateway, "messages": conversation(texts[at], 0)}
+            body |= {"tokenizer_name": "policy", "sampling_params": sampling}
             check(await post(session, f"{server}/rollout", body))
             return time.perf_counter() - began
 
@@ -341,7 +317,7 @@ async def served(
 ) -> dict[str, Any]:
     """Completion tokens per second through the gateway and on vLLM's own server, for one kind of request."""
     urls = {"stock": stock, "gateway": gateway}
-    texts: dict[str, list[str]] = {}
+    texts, more = dict[str, list[str]](), {"logprobs": True} if logprobs else {}
 
     async def one(side: str, number: int) -> float:
         """Raises SluiceError if a completion is shorter than requested."""
@@ -349,14 +325,9 @@ async def served(
 
         async def ask(at: int) -> None:
             text = prompt_text(1 + number * plan.requests + at, plan.prompt_words)
-            body: dict[str, Any] = {
-                "model": MODEL_NAME,
-                "messages": [{"role": "user", "content": text}],
-                "temperature": 0.0,
-                "max_tokens": plan.request_tokens,
-                **({"logprobs": True} if logprobs else {}),
-            }
-            answer = await post(session, f"{url}/v1/chat/completions", body)
+            body: dict[str, Any] = {"model": MODEL_NAME, "messages": [{"role": "user", "content": text}]}
+            body |= {"temperature": 0.0, "max_tokens": plan.request_tokens}
+            answer = await post(session, f"{url}/v1/chat/completions", {**body, **more})
             if (found := answer["usage"]["completion_tokens"]) != plan.request_tokens:
                 raise SluiceError(f"{url} returned {found} tokens, but {plan.request_tokens} were requested")
             texts[side][at] = answer["choices"][0]["message"]["content"]
