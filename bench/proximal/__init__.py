@@ -4,6 +4,4 @@
 Plan ───┼▶ score_cost    one update that re-prefills and scores ÷ one that only re-prefills            ─┤
         ├▶ throughput    tokens a second at one update per so many steps                               ─┼─▶ measure
         └▶ valid_share   a queue of k versions ─▶ the trainer's fill, a scorer process beside it       ─┘
-
-Each engine has its own process, one at a time; score_cost and throughput are in updates.
 """

@@ -1,43 +1,38 @@
 """One benchmark run: each engine in its own process, one at a time, all its parts, and the JSON object.
 
-- An engine loads and says `ready`; then each line is a Work, answered with the part's fields.
-  While it serves a queue it reports what it sees, until the next line, which it answers with `{}`.
-- From a version's publication to the first token under it: this process publishes, the engine's worker serves a queue.
-  The broker is real, and so are the version directories; the worker is always in the middle of its sequences, and the
-  gaps between versions are random, so every phase of its loop occurs.
+From a version's publication to the first token under it: this process publishes, the engine's worker serves a queue. It
+is always in the middle of its sequences, and the gaps between versions are random, so every phase of its loop occurs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
+import torch
 
 from sluice.bench.broker import Broker, enqueue, new_job, own_broker
 from sluice.bench.child import Parent
-from sluice.bench.engines import loaded, random_ids
+from sluice.bench.engines import loaded, make_engine, random_ids
 from sluice.bench.harness import HOME, aim, say
 from sluice.bench.models import ENDLESS_CONTEXT, endless_model
-from sluice.bench.processes import START_S, Fleet, enforce_eager, engine_environment, run_settings
+from sluice.bench.processes import START_S, Fleet, engine_environment, run_settings
 from sluice.bench.proximal.updates import Plan, score_cost, throughput
 from sluice.bench.proximal.valid_share import valid_share
-from sluice.bench.proximal.versions import Publisher, Variants, ensure_variants
+from sluice.bench.proximal.versions import Published, Publisher, Variants, ensure_variants
 from sluice.pipeline.config import Config, load_config
-from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions, WorkerConfig
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.run.role import role_process
 from sluice.pipeline.wire.messages import DecodeJob, Progress, SamplingParams
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.workers.decode_worker import DecodeWorker
-from sluice.workers.engine.backends import make_backend
 from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
 from sluice.workers.job_prompts import JobPrompts
 
@@ -45,17 +40,12 @@ THREADS = 1
 _SEEN_S = 120.0
 _GAP_S = (0.3, 1.0)
 _JOBS_A_ROW = 16  # far more than are decoded in that time
-COST = {"hf": 1.15, "vllm": 1.5}
-"""Most that an update which scores may cost, over one which only re-prefills."""
-
-VALID = 1.0
-"""Share of the older tokens, however many versions the queue holds."""
-
+COST = {"hf": 1.15, "vllm": 1.5}  # most that an update which scores may be, over one which only re-prefills
+VALID = 1.0  # share of the older tokens, however many versions the queue holds
 _SCORE_WAIT_S = 600  # a busy machine must not affect what is valid
 
 
-@dataclass(frozen=True)
-class Bench:
+class Bench(NamedTuple):
     plan: Plan
     home: Path
     broker: Broker
@@ -137,22 +127,20 @@ async def _run(plan: Plan, home: Path, model: Path, variants: Path) -> dict[str,
     async with own_broker(home / "broker") as broker:
         bench = Bench(plan, home, broker, model, variants)
         share = bench.settings(
-            "share",
-            "policy.enabled=true",
-            "policy.advantage=reward",
-            f"policy.max_token_staleness={plan.retention}",
-            f"policy.score_wait_s={_SCORE_WAIT_S}",
-            "scorer.claim_gpu=false",
+            "share", "policy.enabled=true", "policy.advantage=reward", "scorer.claim_gpu=false",
+            f"policy.max_token_staleness={plan.retention}", f"policy.score_wait_s={_SCORE_WAIT_S}",
             f"weights.retention={plan.retention}",
-        )
+        )  # fmt: skip
         for name in dict.fromkeys((*plan.names, "hf")):  # the share is always measured with hf
             async with Fleet("scorer", home) as scorer:
                 if name == "hf":  # it loads at the same time as the engine
                     await scorer.start_role("score", share, broker.url, engine_environment(THREADS))
-                async with engine(name, bench) as running:
+                arguments = [name, str(model), str(variants), plan.rows]
+                env = engine_environment(THREADS)
+                async with Fleet.of_children(f"engine-{name}", home, serve, arguments, env=env) as running:
                     if name == "hf":
-                        work = Work("share", plan, [*share, f"broker.url={broker.url}"])
-                        found = parts["share"] = await _measured(running, work)
+                        settings = [*share, f"broker.url={broker.url}"]
+                        found = parts["share"] = await _measured(running, "share", plan, settings)
                         scorer.check()
                         by_held = ", ".join(f"{held} {part:.4f}" for held, part in found["valid_share"].items())
                         say(f"valid share by versions in the queue: {by_held}")
@@ -166,21 +154,20 @@ async def _run(plan: Plan, home: Path, model: Path, variants: Path) -> dict[str,
 async def _of_backend(running: Fleet, name: str, bench: Bench) -> dict[str, Any]:
     first = await _published(running, name, bench)
     say(f"{name}: {first['median']:.2f} s from publish to the first token, at worst {first['worst']:.2f} s")
-    cost = await _measured(running, Work("cost", bench.plan))
+    cost = await _measured(running, "cost", bench.plan)
     say(f"{name}: an update with scores costs {cost['vs_kv_recompute']:.3f} of one without")
-    rates = await _measured(running, Work("throughput", bench.plan, home=str(bench.home / f"versions-{name}")))
+    rates = await _measured(running, "throughput", bench.plan, home=str(bench.home / f"versions-{name}"))
     say(f"{name}: tok/s by interval " + ", ".join(f"{key} {rate:.0f}" for key, rate in rates["tok_s"].items()))
     return {"published": first, "cost": cost, "throughput": rates}
 
 
-async def _measured(running: Fleet, work: Work) -> dict[str, Any]:
-    return (await running.ask(work, dict[str, Any]))[0]
+async def _measured(running: Fleet, *work: Any, **more: str) -> dict[str, Any]:
+    return (await running.ask(Work(*work, **more), dict[str, Any]))[0]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """Measure `score_cost`, `throughput` (`home` is a directory for versions) or `valid_share` (a scorer serves the run
-    of `settings`), or serve a queue as a decode worker with `settings`, until the next line.
-    """
+    """What an engine's process measures. `home` is a directory for versions; with `serve` it is a decode worker that
+    reports each Seen, until the next line, which it answers with `{}`."""
 
     part: Literal["cost", "throughput", "share", "serve"]
     plan: Plan
@@ -207,37 +194,27 @@ async def _published(running: Fleet, name: str, bench: Bench) -> dict[str, Any]:
     publisher = Publisher(bench.broker.client, queue.keys, bench.home / run / "weights", variants, plan.retention)
     await publisher.owner.confirm()
     chance = random.Random(0)
-    whole, registered, sequences = list[float](), list[float](), list[int]()
-    for number in range(plan.publishes + 1):
-        version += 1
-        now = await publisher.publish(version)
+    updates = list[tuple[Published, Seen]]()
+    for newer in range(version + 1, version + plan.publishes + 2):
+        now = await publisher.publish(newer)
         (seen,) = await running.receive(Seen, _SEEN_S)
-        if seen.version != version:
-            raise SluiceError(f"the worker decodes under v{seen.version} after v{version} was published")
-        if number:  # at the first one the worker has only just started
-            whole.append(seen.at - now.published_at)
-            registered.append(seen.at - now.registered_at)
-            sequences.append(seen.sequences)
+        if seen.version != newer:
+            raise SluiceError(f"the worker decodes under v{seen.version} after v{newer} was published")
+        updates.append((now, seen))
         await asyncio.sleep(chance.uniform(*_GAP_S))
     running.send("stop")
     while await running.receive(dict[str, Any], _SEEN_S) != [{}]:
         pass
+    del updates[0]  # at the first one the worker has only just started
+    whole = [seen.at - now.published_at for now, seen in updates]
+    registered = [seen.at - now.registered_at for now, seen in updates]
     return {
         "median": median(whole),
         "worst": max(whole),
         "from_register": {"median": median(registered), "worst": max(registered)},
         "publishes": len(whole),
-        "fewest_sequences": min(sequences),
+        "fewest_sequences": min(seen.sequences for _, seen in updates),
     }
-
-
-@contextlib.asynccontextmanager
-async def engine(name: str, bench: Bench) -> AsyncIterator[Fleet]:
-    """A loaded engine in its own process; closed after the block."""
-    arguments = [name, str(bench.model), str(bench.variants), bench.plan.rows]
-    env = engine_environment(THREADS)
-    async with Fleet.of_children(f"engine-{name}", bench.home, serve, arguments, env=env) as fleet:
-        yield fleet
 
 
 def _long_jobs(run: str, plan: Plan) -> list[DecodeJob]:
@@ -251,11 +228,8 @@ def _long_jobs(run: str, plan: Plan) -> list[DecodeJob]:
 
 
 async def serve(parent: Parent, name: str, model: str, variants: str, max_batch: int) -> None:
-    options = VllmEngineOptions(enforce_eager=enforce_eager())
-    worker = WorkerConfig(
-        backend="vllm" if name == "vllm" else "hf", max_batch=max_batch, torch_threads=THREADS, vllm=options
-    )
-    async with loaded(make_backend(ModelConfig(path=model, dtype="float32"), worker)) as backend:
+    torch.set_num_threads(THREADS)
+    async with loaded(make_engine(name, Path(model), max_batch)) as backend:
         parent.tell("ready")
         async for work in parent.requests(Work):
             parent.tell(await _do(backend, Variants.read(Path(variants)), work, parent))

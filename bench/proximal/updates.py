@@ -8,13 +8,11 @@
 
 - An update is timed from the last token before it (or from the call, if that is later) to the last row's first token
   after it. No probe is scored and no digest is checked: they would hide the difference.
-- Ratios are medians of the rounds' ratios; `by_cpu` compares CPU seconds over all rounds.
 - Throughput: segments of all intervals alternate. Each starts with rows of evenly spread lengths, and counts tokens
   from the moment when all rows run. The longest interval gets its one update in its middle segment. An update is what a
   worker does: digest, load, probe, and the prefill that scores. An interval's rate covers all its segments.
-- Rows are sequences that run until they are stopped. They start with tokens decoded earlier, like a redelivered job;
-  the ids are random, since the cost doesn't depend on them. Times are `time.perf_counter` seconds, taken in the
-  engine's thread when it reports the token.
+- Rows run until they are stopped. They start with tokens decoded earlier, like a redelivered job. Times are
+  `time.perf_counter` seconds, taken in the engine's thread when it reports the token.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -110,61 +108,48 @@ class Plan(harness.Plan, frozen=True, kw_only=True):
         return ENDLESS_CONTEXT - self.prompt - self.longest
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """Wall and CPU seconds of an update or of one step."""
 
     seconds: float
     cpu_s: float
 
 
-Round = Mapping[str, Sample]
-"""By kind."""
-
-
-def _seconds(sample: Sample) -> float:
-    return sample.seconds
-
-
 async def score_cost(backend: Backend, variants: Variants, plan: Plan) -> dict[str, Any]:
     async def one(kind: str, number: int) -> Sample:
-        return await _one(backend, variants, plan, kind, number * len(KINDS))
+        version, seed = backend.version, number * len(KINDS) + KINDS.index(kind)
+        # on vLLM some rows run far ahead while others are prefilled
+        room = ENDLESS_CONTEXT - plan.prompt - plan.generated
+        async with running(backend, requests(plan, version, [plan.generated] * plan.rows, room, seed)) as rows:
+            await rows.until(lambda: rows.steps() >= _SETTLED, "the rows to run")
+            if kind == "none":
+                begin = rows.ready + _SETTLED * rows.count
+                end = begin + plan.step_count * rows.count
+                await rows.until(lambda: len(rows.times) > end, "steps")
+                return Sample((rows.times[end] - rows.times[begin]) / plan.step_count, 0.0)
+            newer = version + STEPS[kind]
+            called, used = time.perf_counter(), cpu_s()
+            await backend.load_weights(variants.directory(newer), newer)
+            await rows.until(lambda: rows.turned(newer), f"tokens of version {newer}")
+            used, turn = cpu_s() - used, rows.turns[newer]
+        _check([task.result() for task in rows.tasks], version, newer)
+        return Sample(max(turn.rows.values()) - max(called, turn.before), used)
 
     return score_fields(await play(plan.rounds, KINDS, one, warm=1))
 
 
-def score_fields(rounds: Sequence[Round]) -> dict[str, Any]:
-    costs = ratios(rounds, "scored", "recompute", _seconds)
+def score_fields(rounds: Sequence[Mapping[str, Sample]]) -> dict[str, Any]:
+    """From rounds of a Sample of each kind; `by_cpu` compares CPU seconds over all rounds."""
+    costs = ratios(rounds, "scored", "recompute", lambda sample: sample.seconds)
     cpu = {kind: sum(each[kind].cpu_s for each in rounds) for kind in STEPS}
     return {
         "vs_kv_recompute": median(costs),
-        "vs_no_update": median(ratios(rounds, "scored", "none", _seconds)),
+        "vs_no_update": median(ratios(rounds, "scored", "none", lambda sample: sample.seconds)),
         "by_cpu": cpu["scored"] / cpu["recompute"] if cpu["recompute"] else None,
         "spread": spread(costs),
         "seconds": {kind: median(each[kind].seconds for each in rounds) for kind in KINDS},
         "rounds": len(rounds),
     }
-
-
-async def _one(backend: Backend, variants: Variants, plan: Plan, kind: str, seed: int) -> Sample:
-    version = backend.version
-    # on vLLM some rows run far ahead while others are prefilled
-    room = ENDLESS_CONTEXT - plan.prompt - plan.generated
-    asks = requests(version, plan.prompt, [plan.generated] * plan.rows, room, seed + KINDS.index(kind))
-    async with running(backend, asks) as rows:
-        await rows.until(lambda: rows.steps() >= _SETTLED, "the rows to run")
-        if kind == "none":
-            begin = rows.ready + _SETTLED * rows.count
-            end = begin + plan.step_count * rows.count
-            await rows.until(lambda: len(rows.times) > end, "steps")
-            return Sample((rows.times[end] - rows.times[begin]) / plan.step_count, 0.0)
-        newer = version + STEPS[kind]
-        called, used = time.perf_counter(), cpu_s()
-        await backend.load_weights(variants.directory(newer), newer)
-        await rows.until(lambda: rows.turned(newer), f"tokens of version {newer}")
-        used, turn = cpu_s() - used, rows.turns[newer]
-    _check(rows.outputs, version, newer)
-    return Sample(max(turn.rows.values()) - max(called, turn.before), used)
 
 
 def _check(outputs: Sequence[SequenceOutput], version: int, newer: int) -> None:
@@ -182,11 +167,20 @@ async def throughput(backend: Backend, variants: Variants, plan: Plan, home: Pat
     versions = [write_version(variants.directory(v), home, variants.manifest(v)) for v in range(COUNT)]
     names = [*map(str, plan.intervals), "none"]
     updates = dict.fromkeys(names, 0)
+    lengths = [index * plan.longest // max(1, plan.rows - 1) for index in range(plan.rows)]
 
     async def one(name: str, number: int) -> Segment:
         due = due_steps(None if name == "none" else int(name), number, plan.segment)
         updates[name] += len(due)
-        return await _segment(backend, versions, plan, due, number * len(names) + names.index(name))
+        seed = number * len(names) + names.index(name)
+        async with running(backend, requests(plan, backend.version, lengths, plan.room, seed)) as rows:
+            await rows.until(lambda: rows.ready > 0, "the rows to run")
+            for step in due:
+                await rows.until(lambda step=step: rows.steps() >= step, f"step {step}")
+                await _update(backend, versions)
+            await rows.until(lambda: rows.steps() >= plan.segment, f"step {plan.segment}")
+        tokens = plan.segment * plan.rows
+        return tokens, rows.times[rows.ready + tokens - 1] - rows.times[rows.ready - 1]
 
     rounds = await play(plan.segments, names, one)
     return {**rate_fields({name: [each[name] for each in rounds] for name in names}), "updates": updates}
@@ -209,21 +203,6 @@ def due_steps(interval: int | None, segment: int, steps: int) -> list[int]:
     return list(range(interval // 2, steps, interval))
 
 
-async def _segment(
-    backend: Backend, versions: Sequence[WeightVersion], plan: Plan, due: Sequence[int], seed: int
-) -> Segment:
-    lengths = [index * plan.longest // max(1, plan.rows - 1) for index in range(plan.rows)]
-    asks = requests(backend.version, plan.prompt, lengths, plan.room, seed)
-    async with running(backend, asks) as rows:
-        await rows.until(lambda: rows.ready > 0, "the rows to run")
-        for step in due:
-            await rows.until(lambda step=step: rows.steps() >= step, f"step {step}")
-            await _update(backend, versions)
-        await rows.until(lambda: rows.steps() >= plan.segment, f"step {plan.segment}")
-    tokens = plan.segment * plan.rows
-    return tokens, rows.times[rows.ready + tokens - 1] - rows.times[rows.ready - 1]
-
-
 async def _update(backend: Backend, versions: Sequence[WeightVersion]) -> None:
     """As workers/weights_watch.py does it."""
     number = backend.version + 1
@@ -233,28 +212,22 @@ async def _update(backend: Backend, versions: Sequence[WeightVersion]) -> None:
     await backend.load_weights(directory, number, probe)
 
 
-def requests(version: int, prompt: int, generated: Sequence[int], room: int, seed: int) -> list[SequenceRequest]:
+def requests(plan: Plan, version: int, generated: Sequence[int], room: int, seed: int) -> list[SequenceRequest]:
     """One row per number of generated tokens, all of `version`, with `room` new tokens each. None ends early."""
-    chance = random.Random(seed)
-    return [
-        SequenceRequest(
-            f"{seed}:{index}",
-            tuple(random_ids(chance, prompt)),
-            SamplingParams(temperature=1.0, max_new_tokens=count + room),
-            seed=index,
-            so_far=SampledTokens(random_ids(chance, count), [0.0] * count, [version] * count),
-            eos_token_ids=(),
-        )
-        for index, count in enumerate(generated)
-    ]
+    chance, found = random.Random(seed), list[SequenceRequest]()
+    for index, count in enumerate(generated):
+        prompt, sampling = random_ids(chance, plan.prompt), SamplingParams(temperature=1.0, max_new_tokens=count + room)
+        so_far = SampledTokens(random_ids(chance, count), [0.0] * count, [version] * count)
+        more: Any = {"seed": index, "so_far": so_far, "eos_token_ids": ()}
+        found.append(SequenceRequest(f"{seed}:{index}", tuple(prompt), sampling, **more))
+    return found
 
 
-@dataclass
-class Turn:
+class Turn(NamedTuple):
     """The first tokens under a version, by row, and the time of the last token before them."""
 
     before: float
-    rows: dict[int, float] = field(default_factory=dict)
+    rows: dict[int, float]
 
 
 class Running:
@@ -272,11 +245,6 @@ class Running:
         self._held = asyncio.Event()
         self._lock = threading.Lock()  # of `_holds`
 
-    @property
-    def outputs(self) -> list[SequenceOutput]:
-        """The rows' results, once they have stopped."""
-        return [task.result() for task in self.tasks]
-
     def steps(self) -> float:
         """New tokens per row since all rows run; 0 before."""
         return (len(self.times) - self.ready) / self.count if self.ready else 0.0
@@ -287,7 +255,7 @@ class Running:
     def saw(self, row: int, so_far: Progress) -> None:
         now, version = time.perf_counter(), so_far.versions.runs[-1][0]
         if version not in self.turns:
-            self.turns[version] = Turn(self.times[-1] if self.times else now)
+            self.turns[version] = Turn(self.times[-1] if self.times else now, {})
         self.turns[version].rows.setdefault(row, now)
         self.times += [now] * len(so_far.token_ids)
         self._started.add(row)
@@ -302,10 +270,9 @@ class Running:
         """Return once it holds; checked at every token. Raises SluiceError if a row ends, or DeadlineExceeded."""
         self._held = asyncio.Event()
         with self._lock:
-            self._holds = None if holds() else holds
-            waits = self._holds is not None
-        if not waits:
-            return
+            if holds():
+                return
+            self._holds = holds
         waiting = asyncio.create_task(self._held.wait())
         done, _ = await asyncio.wait({waiting, *self.tasks}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -320,13 +287,12 @@ class Running:
 async def running(backend: Backend, asks: Sequence[SequenceRequest]) -> AsyncIterator[Running]:
     """Run all of them in the engine; they stop when the block ends."""
     rows = Running(len(asks))
-    watched = [
-        replace(ask, report_every=1, report=functools.partial(rows.saw, index)) for index, ask in enumerate(asks)
-    ]
+    reports = [functools.partial(rows.saw, index) for index in range(len(asks))]
+    watched = (replace(ask, report_every=1, report=report) for ask, report in zip(asks, reports, strict=True))
     rows.tasks = [asyncio.create_task(backend.decode(ask)) for ask in watched]
     try:
         yield rows
     finally:
-        for ask in watched:
+        for ask in asks:
             backend.abort(ask.seq_key)
         await asyncio.wait(rows.tasks, timeout=WAIT_S)

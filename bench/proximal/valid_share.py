@@ -5,10 +5,9 @@
 - v is the retention. A queue of k versions holds the results that ended under v - k .. v; its trainer has the weights
   of v, a scorer process answers its jobs from the versions that are still on disk.
 - A number marked as valid that differs from a plain pass of its version fails the run.
-- Of the rollouts, a wave of sequences of evenly spread lengths begins under each version; the next version comes when
-  the longest of them has half of its tokens. So each version leaves sequences that ended under it, and others that
-  continued. The engine is blocked in that sequence's report until the load has been requested, so its speed doesn't
-  matter. Requests and results are those a decode worker makes from jobs.
+- A wave of sequences of evenly spread lengths begins under each version; the next version comes when the longest of
+  them has half of its tokens. The engine is blocked in that sequence's report until the load has been requested, so its
+  speed doesn't matter. Requests and results are those a decode worker makes from jobs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ async def valid_share(backend: Backend, variants: Variants, plan: Plan, config: 
         await asyncio.to_thread(trainer.score_plainly, samples)
         found: dict[str, dict[str, Any]] = {}
         for held in range(1, plan.retention + 1):
-            queue = [sample for sample in samples if _ended_under(sample) >= plan.retention - held]
+            queue = [sample for sample in samples if max(sample.versions.expand()) >= plan.retention - held]
             found[str(held)] = await trainer.fill(queue)
         await publisher.owner.release()
     return {"valid_share": {held: each.pop("share") for held, each in found.items()}, "measured": found}
@@ -84,14 +83,6 @@ def _samples(results: Sequence[SequenceResult], config: Config) -> list[Training
         sample = exact_answer.target(matched, ctx)
         samples.append(msgspec.structs.replace(sample, advantage=(sample.reward or 0.0) - 0.5))
     return samples
-
-
-def _ended_under(sample: TrainingSample) -> int:
-    return max(sample.versions.expand())
-
-
-def _counts(record: Mapping[str, float]) -> dict[str, int]:
-    return {name: int(record[f"policy/{name}_tokens"]) for name in _COUNTS}
 
 
 class _Trainer:
@@ -117,7 +108,8 @@ class _Trainer:
         if not error <= _TOLERANCE:
             raise SluiceError(f"a valid proximal logprob is {error:.4f} nats from that of its version")
         tokens = [version for sample in samples for version in sample.versions.expand() if version >= 0]
-        older, counts = sum(version < self._version for version in tokens), _counts(record)
+        older = sum(version < self._version for version in tokens)
+        counts = {name: int(record[f"policy/{name}_tokens"]) for name in _COUNTS}
         return {
             "share": record["policy/valid_proximal_share"],
             "sequences": len(samples),
@@ -131,13 +123,13 @@ class _Trainer:
 
     def _worst_error(self, samples: Sequence[TrainingSample]) -> float:
         """Greatest distance (nats) of the filled-in values from a plain pass of their version."""
-        worst = 0.0
-        for sample in samples:
-            for at, mark in enumerate(sample.proximal_versions):
-                if mark >= 0:
-                    distance = abs(sample.proximal_logprobs[at] - self._plain[sample.seq_id, mark][at])
-                    worst = max(worst, distance)
-        return worst
+        distances = (
+            abs(sample.proximal_logprobs[at] - self._plain[sample.seq_id, mark][at])
+            for sample in samples
+            for at, mark in enumerate(sample.proximal_versions)
+            if mark >= 0
+        )
+        return max(distances, default=0.0)
 
     def _step(self, version: int) -> TrainStep:
         config = self._role.config
@@ -148,19 +140,16 @@ class _Trainer:
 
 async def rollouts(backend: Backend, publish: Publish, versions: int, plan: Plan) -> list[SequenceResult]:
     """All results, of versions 0 .. `versions` - 1."""
-    results: list[asyncio.Task[SequenceResult]] = []
+    results, steps = list[asyncio.Task[SequenceResult]](), max(1, plan.wave - 1)
+    lengths = [_SHORTEST + index * (plan.wave_longest - _SHORTEST) // steps for index in range(plan.wave)]
     await backend.load_weights(await publish(0), 0)
     for version in range(versions):
-        lengths = _lengths(plan.wave, plan.wave_longest)
-        results += [
-            asyncio.create_task(_decode(backend, f"{version}-{number}", length))
-            for number, length in enumerate(lengths[:-1])
-        ]
+        for number, length in enumerate(lengths[:-1]):
+            results.append(asyncio.create_task(_decode(backend, f"{version}-{number}", length)))
         turn = _Turn(backend, publish, version + 1, lengths[-1] // 2) if version + 1 < versions else None
-        leader = asyncio.create_task(_decode(backend, f"{version}-last", lengths[-1], turn))
-        results.append(leader)
+        results.append(asyncio.create_task(_decode(backend, f"{version}-last", lengths[-1], turn)))
         if turn is not None:
-            await turn.loaded(leader)
+            await turn.loaded(results[-1])
     return list(await asyncio.wait_for(asyncio.gather(*results), WAIT_S))
 
 
@@ -191,10 +180,6 @@ class _Turn:
         directory = await self._publish(self._version)
         self._load.set_result(asyncio.create_task(self._backend.load_weights(directory, self._version)))
         await asyncio.sleep(0)  # the engine has it after this
-
-
-def _lengths(count: int, longest: int) -> list[int]:
-    return [_SHORTEST + index * (longest - _SHORTEST) // max(1, count - 1) for index in range(count)]
 
 
 async def _decode(backend: Backend, name: str, num_new_tokens: int, turn: _Turn | None = None) -> SequenceResult:

@@ -53,13 +53,9 @@ class Variants:
 
     def manifest(self, version: int, published_at: float = 0.0) -> WeightVersion:
         """The manifest as a trainer has it before it writes the version."""
+        token_ids, score = TokenArray(self.probe.token_ids), self.probe.scores[version % COUNT]
         return WeightVersion(
-            version=version,
-            path="",
-            digest="",
-            probe_token_ids=TokenArray(self.probe.token_ids),
-            probe_score=self.probe.scores[version % COUNT],
-            published_at=published_at,
+            version=version, path="", digest="", probe_token_ids=token_ids, probe_score=score, published_at=published_at
         )
 
 
@@ -91,11 +87,9 @@ def _perturb(file: Path, generator: Any) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(file)
-    changed = {
-        name: tensor * (1 + _RELATIVE * torch.randn(tensor.shape, generator=generator))
-        for name, tensor in tensors.items()
-    }
+    changed = load_file(file)
+    for name, tensor in changed.items():
+        changed[name] = tensor * (1 + _RELATIVE * torch.randn(tensor.shape, generator=generator))
     save_file(changed, file, metadata={"format": "pt"})
 
 
