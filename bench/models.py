@@ -1,16 +1,12 @@
 """The models benchmarks decode with, created once: in the demo's shape, random and endless, or with written loops.
 
-| model           | what it is for                                                                                   |
-|-----------------|--------------------------------------------------------------------------------------------------|
-| `demo_model`    | random weights in the demo's shape: sequences end only at their token limit                      |
-| `pictures_model` | the same for the demo's Qwen3-VL                                                                |
-| `endless_model` | 3 million random parameters whose greedy tokens are the same on every engine and never end       |
-| `looping_model` | every token has one successor, see `Chains`: a third of the loops repeat one token, the periods  |
-|                 | of the others are spread evenly over 2 to 64                                                     |
-| `agent_model`   | every token has one successor as well; the mark with which the chat template opens an            |
-|                 | assistant's turn says which chain follows. With tools each turn has exactly `TURN_TOKENS` tokens |
-|                 | and calls the calculator; the last one answers. Without tools it never ends. What a turn is      |
-|                 | parsed to renders as it was sampled, so that no call is a resync                                 |
+- `demo_model`, `pictures_model`: the demo's Qwen3 and Qwen3-VL, random: sequences end only at their token limit.
+- `endless_model`: 3 million random parameters whose greedy tokens are the same on every engine and never end.
+- `looping_model`: every token has one successor, see `Chains`: a third of the loops repeat one token, the periods of
+  the others are spread evenly over 2 to 64.
+- `agent_model`: every token has one successor as well; the mark with which the chat template opens an assistant's turn
+  says which chain follows. With tools each turn has exactly `TURN_TOKENS` tokens and calls the calculator; the last one
+  answers. Without tools it never ends. What a turn is parsed to renders as it was sampled, so no call is a resync.
 """
 
 from __future__ import annotations
@@ -18,12 +14,12 @@ from __future__ import annotations
 import string
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 ENDLESS_CONTEXT, LOOPING_CONTEXT = 1024, 4096  # tokens
 LEAD, HEALTHY = 256, 512  # tokens of the chain that leads into a loop, and of the one that ends
@@ -89,7 +85,6 @@ def demo_model(home: Path) -> Path:
 
 
 def pictures_model(home: Path) -> Path:
-    """Random weights in the shape of the demo's Qwen3-VL."""
     from sluice.demo.pictures import model, processor
 
     settings = model.ModelSettings(max_positions=1024)
@@ -122,8 +117,7 @@ def endless_model(home: Path) -> Path:
         pairs = [(left, right) for left in signs for right in signs]
         words = [left + right for left, right in pairs]
         tokenizer = byte_tokenizer(_SPECIALS, ENDLESS_CONTEXT, after=words, merges=pairs)
-        ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        _save_qwen3(directory, tokenizer, {**_ENDLESS, **ids}, tied=True, edit=unsay_specials)
+        _save_qwen3(directory, tokenizer, _ENDLESS, tied=True, edit=unsay_specials)
 
     return cached(home, "engine-model", _ENDLESS, [sys.modules[__name__]], save)
 
@@ -147,14 +141,12 @@ def looping_model(home: Path) -> Path:
             size = model.model.embed_tokens.weight.shape
             write_successors(model, torch.nn.functional.normalize(torch.randn(size), dim=-1), chains.successor)
 
-        ids = {"eos_token_id": chains.end, "pad_token_id": chains.end - 1}
-        _save_qwen3(directory, tokenizer, {**_LOOPING, **ids}, tied=False, edit=write)
+        _save_qwen3(directory, tokenizer, _LOOPING, tied=False, edit=write)
 
     return cached(home, "loop-model", _LOOPING, [sys.modules[__name__]], save)
 
 
-@dataclass(frozen=True)
-class Chains:
+class Chains(NamedTuple):
     """Token ids: `loops` as (lead, loop), the chain that ends, and who follows whom (the last id is the end)."""
 
     loops: tuple[tuple[range, range], ...]
@@ -163,7 +155,7 @@ class Chains:
 
     @classmethod
     def make(cls) -> Chains:
-        """Always the same chains; ids number the words of the vocabulary from 0."""
+        """Always the same; ids number the words of the vocabulary from 0."""
         at, loops, successor = 0, list[tuple[range, range]](), dict[int, int]()
         for period in PERIODS:
             lead, loop = range(at, at + LEAD), range(at + LEAD, at + LEAD + period)
@@ -240,14 +232,12 @@ def _save_qwen3(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config: Any = Qwen3Config(
-        vocab_size=len(tokenizer), bos_token_id=None, tie_word_embeddings=tied, dtype="float32", **settings
-    )
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    more: Any = {"bos_token_id": None, "tie_word_embeddings": tied, "dtype": "float32", **settings, **ids}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config).float()
+        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **more)).float()
         edit(model)
-    ids = {name: settings[name] for name in ("eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(do_sample=False, **ids)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -264,8 +254,7 @@ def agent_model(home: Path) -> Path:
     def save(directory: Path) -> None:
         logging.disable_progress_bar()
         codec = _tokenizer()
-        network = model.build_model(settings, codec, lambda network: _write(network, codec))
-        model.save_model(network, codec, directory)
+        model.save_model(model.build_model(settings, codec, lambda made: _write(made, codec)), codec, directory)
 
     return cached(home, "agent-model", asdict(settings), [sys.modules[__name__], model, tokenizer], save)
 
@@ -313,9 +302,8 @@ def _tokenizer() -> Any:
     written = [word for chain in chains() for word in chain[1:] if word != TURN_END]
     chunks = dict.fromkeys([*written, *(_word("q", number) for number in range(_AGAIN)), "tool\n"])
     plain = (_TOOL, _A, _B)
-    tokenizer = build_tokenizer(
-        words=plain, chunks=[chunk for chunk in chunks if chunk not in plain], special=(*_MARKS, _FREE)
-    )
+    chosen = [chunk for chunk in chunks if chunk not in plain]
+    tokenizer = build_tokenizer(words=plain, chunks=chosen, special=(*_MARKS, _FREE))
     tokenizer.model_max_length = ENDLESS_CONTEXT
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
