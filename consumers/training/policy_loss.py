@@ -11,11 +11,11 @@
 
 - Tokens with w > cap or w < floor are left out of the numerator and counted; u and N include them.
 - u and N are fixed before the first micro-batch, so the split into micro-batches and rows has no effect.
-- `mismatch`, where the trainer's logprob t under the proximal version is known (`measured`: that version is the one in
-  hand, so t = logp without gradient): m = exp(t - proximal), w stays, r = exp(logp - t). truncate multiplies by
-  min(m, C), mask by m where 1/C ≤ m ≤ C, and leaves the others out. At sequence level m is the product over the
-  measured tokens of a sequence, at all of its tokens. Elsewhere m is unmeasured, and 1: also where the trainer computed
-  `proximal` itself, as the engine's is unknown.
+- `mismatch`, where the trainer's logprob t under the proximal version is known (`measured`: the step starts from that
+  version, so t is logp without gradient, or `before` once a minibatch has moved the weights): m = exp(t - proximal),
+  w stays, r = exp(logp - t). truncate multiplies by min(m, C), mask by m where 1/C ≤ m ≤ C, and leaves the others out.
+  At sequence level m is the product over the measured tokens of a sequence, at all of its tokens. Elsewhere m is
+  unmeasured, and 1: also where the trainer computed `proximal` itself, as the engine's is unknown.
 - `entropy_coef` c: - c·Σ kept entropies / max(1, Σ m), whatever the aggregation.
 - `kl_coef` β: + β·Σ m·u·kl / N over the kept tokens with a reference score (reference.py), u and N as above.
 - A token excluded by mask, cap, floor or mismatch has exactly zero gradient, whatever its values and whatever the
@@ -95,6 +95,7 @@ def policy_loss(
     sequences: Tensor | None = None,
     num_sequences: int = 1,
     reference: Tensor | None = None,
+    before: Tensor | None = None,
 ) -> PolicySums:
     """Sums over the tokens where `mask` is True.
 
@@ -102,7 +103,7 @@ def policy_loss(
     all float, `mask` bool, all of one shape. `surrogate`: None for that of `options.loss`; `shares` float: u, None for
     1; `measured` bool: see above, None for nowhere; `entropies` float, nats, with gradient, None for 0; `sequences`
     int64: number of each token's sequence below `num_sequences`, None for one sequence; `reference` float, nats: under
-    the reference, NaN where there is no score, None for no KL term.
+    the reference, NaN where there is no score, None for no KL term; `before` float, nats: t, None for `logp`.
 
     Computed in float32 or wider; float64 stays float64. The log-ratios of the metrics are clamped to ±20; those of the
     loss are not.
@@ -115,9 +116,10 @@ def policy_loss(
     kept = mask & ~capped & ~floored
     sequences = torch.zeros_like(mask, dtype=torch.int64) if sequences is None else sequences
     known = torch.zeros_like(mask) if measured is None or options.mismatch == "none" else kept & measured
-    gap = (logp.detach() - proximal).where(known, 0)
+    before = logp.detach() if before is None else before.detach().to(logp)
+    gap = (before - proximal).where(known, 0)
     behaviour_kl = _bounded(behaviour - proximal, mask).sum()
-    proximal = torch.where(known, logp.detach(), proximal)
+    proximal = torch.where(known, before, proximal)
     staleness = weight
     weight = weight.where(kept, 0)
     beyond = torch.zeros_like(mask)
@@ -183,8 +185,8 @@ class PolicyRows(NamedTuple):
     """Laid out like the packed rows, all [R, L]; 0 (versions -1) where the mask is off. `versions` is -1 too where the
     trainer scored the token itself: no engine's score is there to compare with.
 
-    bool, 3 × float32, int32, int64, float32; `sequences` has the index of the sample, `reference` NaN where there is no
-    score.
+    bool, 3 × float32, int32, int64, 2 × float32; `sequences` has the index of the sample, `reference` NaN where there
+    is no score.
     """
 
     mask: np.ndarray
@@ -194,6 +196,7 @@ class PolicyRows(NamedTuple):
     versions: np.ndarray
     sequences: np.ndarray
     reference: np.ndarray
+    before: np.ndarray
 
 
 def policy_mask(sample: TrainingSample) -> np.ndarray:
@@ -220,8 +223,9 @@ def policy_rows(
     packed: PackedRows,
     own: Mapping[str, np.ndarray] | None = None,
     reference: Mapping[str, np.ndarray] | None = None,
+    before: Mapping[str, Sequence[float]] | None = None,
 ) -> PolicyRows:
-    """The policy arrays of the samples in these rows; `own` and `reference` as in `PolicyTerm`."""
+    """The policy arrays of the samples in these rows; `own`, `reference` and `before` as in `PolicyTerm`."""
     shape = packed.input_ids.shape
     rows = PolicyRows(
         np.zeros(shape, dtype=bool),
@@ -229,6 +233,7 @@ def policy_rows(
         versions=np.full(shape, -1, dtype=np.int32),
         sequences=np.zeros(shape, dtype=np.int64),
         reference=np.full(shape, np.nan, dtype=np.float32),
+        before=np.zeros(shape, dtype=np.float32),
     )
     for place in packed.places:
         sample = samples[place.sample]
@@ -243,6 +248,8 @@ def policy_rows(
         rows.advantages[at] = np.where(mask, sample.advantage, 0)
         if reference and sample.seq_id in reference:
             rows.reference[at] = np.where(mask, reference[sample.seq_id], np.nan)
+        if before:
+            rows.before[at] = np.where(mask, np.array(before[sample.seq_id]), 0)
         if len(sample.versions):
             known = mask & ~own[sample.seq_id] if own and sample.seq_id in own else mask
             rows.versions[at] = np.where(known, np.array(sample.versions.expand()), -1)
@@ -270,13 +277,17 @@ class PolicyTerm:
         surrogate: Surrogate | None = None,
         own: Mapping[str, np.ndarray] | None = None,
         reference: Mapping[str, np.ndarray] | None = None,
+        moved: bool = False,
+        before: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        """`version`: of the weights before the step; `surrogate`: None for that of `options.loss`; `own`: by seq_id,
-        bool (len(token_ids),), the tokens whose proximal logprob the trainer computed; `reference`: by seq_id, float
-        of that shape, logprobs under `kl_reference`, NaN where there is none.
+        """`samples`: with advantages as `batch_normalised` leaves them; `version`: of the weights before the step;
+        `surrogate`: None for that of `options.loss`; `own`: by seq_id, bool (len(token_ids),), the tokens whose
+        proximal logprob the trainer computed; `reference`: by seq_id, float of that shape, logprobs under
+        `kl_reference`, NaN where there is none; `moved`: a minibatch has changed the weights since: with `mismatch`,
+        `before` has the logprobs under `version`, by seq_id.
         """
-        self._own, self._reference = own, reference
-        self._samples, self._options, self._version = batch_normalised(samples, options), options, version
+        self._own, self._reference, self._moved, self._before = own, reference, moved, before
+        self._samples, self._options, self._version = samples, options, version
         self._surrogate = surrogate or load_surrogate(options)
         counts = [int(policy_mask(sample).sum()) for sample in samples]
         self._tokens = sum(counts)
@@ -286,9 +297,9 @@ class PolicyTerm:
 
     def loss(self, logits: RowLogits, packed: PackedRows) -> Tensor:
         """The part of these rows in the loss of the batch."""
-        rows = policy_rows(self._samples, packed, self._own, self._reference)
+        rows = policy_rows(self._samples, packed, self._own, self._reference, self._before)
         device = logits.device
-        mask, proximal, behaviour, advantages, versions, sequences, reference = (
+        mask, proximal, behaviour, advantages, versions, sequences, reference, before = (
             torch.from_numpy(part[:, 1:]).to(device) for part in rows
         )
         targets = torch.from_numpy(packed.input_ids[:, 1:]).to(device)
@@ -311,11 +322,12 @@ class PolicyTerm:
             sequences=sequences,
             num_sequences=len(self._samples),
             reference=reference if self._options.kl_coef else None,
+            before=before if self._before else None,
         )
         values = torch.stack([value.detach().double() for value in sums]).tolist()
         for name, value in zip(sums._fields, values, strict=True):
             self._sums[name] += value
-        if self._version is not None:
+        if self._version is not None and not self._moved:
             self._compare(logp.detach(), behaviour, mask & (versions == self._version))
         loss = sums.loss / self._divisor
         if self._options.kl_coef:
@@ -323,6 +335,13 @@ class PolicyTerm:
         if entropies is None:
             return loss
         return loss - self._options.entropy_coef * sums.entropy / max(1, self._tokens)
+
+    def add(self, part: PolicyTerm) -> None:
+        """Count what a term of some of these samples has accumulated; its own divisor doesn't matter any more."""
+        for name, value in part._sums.items():
+            self._sums[name] += value
+        self._gap_sum, self._gap_tokens = self._gap_sum + part._gap_sum, self._gap_tokens + part._gap_tokens
+        self._gap_max = max(self._gap_max, part._gap_max)
 
     def _compare(self, logp: Tensor, behaviour: Tensor, on_policy: Tensor) -> None:
         gaps = (logp - behaviour)[on_policy].abs()

@@ -1,7 +1,9 @@
-"""One optimiser step over a list of samples: packed micro-batches, one loss over all of them.
+"""One step over a list of samples: packed micro-batches, one loss over all of them, or over each minibatch.
 
 - loss = Σ w·CE / Σ w + Σ geometry / boxes + the policy loss (policy_loss.py), with sums over the whole optimiser batch,
   so the split into micro-batches doesn't change it. A sample may contribute to any of the three terms.
+- With `trainer.minibatches` each part of the batch is an optimiser batch. The record has the same means over all of
+  them: each part weighs as much as it has tokens, boxes or sequences.
 - Needs no broker and no session: benchmarks and tests train with it directly.
 """
 
@@ -18,9 +20,10 @@ from sluice.consumers.pack import PackedRows
 from sluice.consumers.training.distributed import whole
 from sluice.consumers.training.forward import Proof, TrainerForward, VisionSource
 from sluice.consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
+from sluice.consumers.training.minibatches import minibatches
 from sluice.consumers.training.model import freeze_vision
 from sluice.consumers.training.optimizer import learning_rate, make_optimizer
-from sluice.consumers.training.policy_loss import PolicyTerm, temperature_rows
+from sluice.consumers.training.policy_loss import PolicyTerm, batch_normalised, temperature_rows
 from sluice.consumers.training.row_logits import RowLogits
 from sluice.consumers.training.surrogate import load_surrogate
 from sluice.pipeline.config.types import PolicyConfig, TrainerConfig
@@ -76,13 +79,46 @@ class TrainStep:
         `train/loss` is the cross-entropy only; `version` is that of the weights before this step, None if they
         have none; `own` and `reference` as in `PolicyTerm`. A non-finite gradient skips the update and is counted.
         """
-        total = max(sum(sum(sample.weights) for sample in samples), 1e-8)
-        boxes = max(1, sum(len(sample.geometry) for sample in samples))
         rate = self._learning_rate(step)
+        policy = self._policy
+        samples = batch_normalised(samples, policy) if policy.enabled else samples
+        parts = minibatches(samples, self._config.minibatches)
+        scores: dict[str, Any] = {"surrogate": self._surrogate, "own": own, "reference": reference}
+        late = [sample for part in parts[1:] for sample in part]
+        if late and policy.enabled and policy.mismatch != "none":
+            of_late = dict(zip((sample.seq_id for sample in late), self.score(late), strict=True))
+        else:
+            of_late = None
+        whole = PolicyTerm(samples, policy, version, **scores) if policy.enabled else None
         ce_sum = geometry_sum = 0.0
-        policy = None
-        if self._policy.enabled:
-            policy = PolicyTerm(samples, self._policy, version, self._surrogate, own, reference)
+        norms: list[float] = []
+        for number, part in enumerate(parts):
+            term = whole
+            if whole is not None and len(parts) > 1:
+                moved: dict[str, Any] = {"moved": True, "before": of_late} if number else {}
+                term = PolicyTerm(part, policy, version, **scores, **moved)
+            ce, geometry = self._backward(part, term)
+            ce_sum, geometry_sum = ce_sum + ce, geometry_sum + geometry
+            norms.append(self._update())
+            if whole is not None and term is not None and term is not whole:
+                whole.add(term)
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        record = {
+            "train/loss": ce_sum / _weight(samples),
+            "train/geometry_loss": geometry_sum / _boxes(samples),
+            "train/learning_rate": rate,
+            "train/tokens": float(sum(len(sample.token_ids) for sample in samples)),
+            "train/grad_norm": math.fsum(finite) / max(1, len(finite)),
+            "train/skipped_updates": float(len(norms) - len(finite)),
+        }
+        if self._config.minibatches > 1:
+            record["train/minibatches"] = float(len(parts))
+        return record | ({} if whole is None else whole.record())
+
+    def _backward(self, samples: Sequence[TrainingSample], policy: PolicyTerm | None) -> tuple[float, float]:
+        """Gradients of the loss of one optimiser batch; its sums of cross-entropy and geometry."""
+        total, boxes = _weight(samples), _boxes(samples)
+        ce_sum = geometry_sum = 0.0
         for packed in self._forward.micro_batches(samples):
             ce, geometry, of_policy = self._losses(packed, samples, policy)
             loss = ce / total + geometry / boxes + of_policy
@@ -90,13 +126,7 @@ class TrainStep:
                 loss.backward()
             ce_sum += float(ce.detach())
             geometry_sum += float(geometry.detach())
-        record = {
-            "train/loss": ce_sum / total,
-            "train/geometry_loss": geometry_sum / boxes,
-            "train/learning_rate": rate,
-            "train/tokens": float(sum(len(sample.token_ids) for sample in samples)),
-        }
-        return record | self._update() | ({} if policy is None else policy.record())
+        return ce_sum, geometry_sum
 
     def score(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
         """Per sample, the logprob (nats) of each token given those before it, under the current weights.
@@ -120,13 +150,13 @@ class TrainStep:
             self.model.train(training)
         return scores
 
-    def _update(self) -> dict[str, float]:
+    def _update(self) -> float:
+        """The norm of the gradient; one that isn't finite makes no update."""
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)))
-        finite = math.isfinite(norm)
-        if finite:
+        if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {"train/grad_norm": norm if finite else 0.0, "train/skipped_updates": float(not finite)}
+        return norm
 
     def _learning_rate(self, step: int) -> float:
         rate = learning_rate(self._config, step)
@@ -163,3 +193,11 @@ class TrainStep:
         truth = torch.from_numpy(np.asarray(boxes, dtype=np.float32) / 999.0).to(logits.device)
         config = self._config
         return geometry_loss(expected, truth, config.smooth_l1_weight, config.ciou_weight).sum
+
+
+def _weight(samples: Sequence[TrainingSample]) -> float:
+    return max(sum(sum(sample.weights) for sample in samples), 1e-8)
+
+
+def _boxes(samples: Sequence[TrainingSample]) -> int:
+    return max(1, sum(len(sample.geometry) for sample in samples))

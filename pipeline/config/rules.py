@@ -97,6 +97,7 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
         "trainer.learning_rate": config.trainer.learning_rate,
         "trainer.max_grad_norm": config.trainer.max_grad_norm,
         "trainer.micro_batch_tokens": config.trainer.micro_batch_tokens,
+        "trainer.minibatches": config.trainer.minibatches,
         "trainer.keep_checkpoints": config.trainer.keep_checkpoints,
         "broker.socket_timeout_s": config.broker.socket_timeout_s,
         "weights.load_timeout_s": config.weights.load_timeout_s,
@@ -190,11 +191,17 @@ def _sequences_for_a_version(config: Config) -> int:
 
 def _flow(config: Config) -> list[tuple[bool, str]]:
     producer, worker = config.producer, config.worker
+    groups = producer.samples_per_version // producer.group_size
     return [
         (
             not config.trainer.external or config.trainer.max_versions is None,
             "trainer.max_versions applies to the built-in trainer, which trainer.external turns off; end your own loop "
             "instead",
+        ),
+        (
+            config.trainer.minibatches <= max(1, groups),
+            f"trainer.minibatches {config.trainer.minibatches} is above {groups}, the groups in a batch "
+            "(producer.samples_per_version / producer.group_size); lower it",
         ),
         (
             worker.renew_s * 2 <= worker.lease_s,

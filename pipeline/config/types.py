@@ -350,6 +350,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     freeze_vision: bool = True  # no gradient for the vision tower and its projector; false: all is trained
     dropout: bool = False  # keep the rates in the model's config.json; false: all are 0
     micro_batch_tokens: int = 8192  # padded tokens per forward pass
+    minibatches: int = 1  # optimiser steps per batch, on parts of it; all else that counts steps counts batches
     smooth_l1_weight: float = 1.0  # of box regression
     ciou_weight: float = 1.0  # of box regression
     checkpoint_every: int = 1  # optimiser steps; a version is published from a durable checkpoint only

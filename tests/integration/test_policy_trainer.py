@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file
 
 from sluice.consumers.training.step import TrainStep
 from sluice.consumers.training.step_log import read_rollouts, read_steps
@@ -31,7 +33,7 @@ from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.cut_off import cut_off_at
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
-from tests.trainers import random_sample, train_step
+from tests.trainers import random_sample, train_step, weights_of
 
 PROMPT = 2
 
@@ -84,7 +86,8 @@ async def train(config: Config, source: Path, *, stop_at: str = "") -> None:
     async with role_of(config, "trainer", "trainer") as role:
         owner = Ownership(role.client, role.keys, "trainer")
         await owner.acquire(10, role.status.waiting)
-        step = train_step(source, learning_rate=1e-3, policy=config.policy)
+        minibatches = config.trainer.minibatches
+        step = train_step(source, learning_rate=1e-3, policy=config.policy, minibatches=minibatches)
 
         async def waits() -> bool:
             return stop_at in (role.status.row.waiting_for or "")
@@ -376,3 +379,26 @@ async def test_a_broker_that_lost_everything_gets_the_reference_back(
     assert (found.version, found.digest, found.path) == (0, before.digest, before.path)
     assert [await registry.get(version) for version in (1, 2)] == [None, None]
     assert await registry.latest() == 3
+
+
+async def test_a_step_of_several_minibatches_is_one_batch_wherever_it_was_cut_off(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are those of the same batches without a kill: two optimiser steps a version, each batch once."""
+    config = config_of(broker_config, keys, run_dir, source, 0)
+    config = replace(config, trainer=replace(config.trainer, minibatches=2))
+    await hand_on(client, keys, [[[0, 0], [0]], [[0, 1], [1]], [[2], [1, 2]]])
+    await cut_off_at("sluice.consumers.training.checkpoint.save", 2, monkeypatch, train(config, source))
+    await train(config, source)
+    now = await snapshot(client, keys)
+    assert (now.trained, now.complete, now.latest_version) == (6, True, 3)
+    assert trained(config) == Counter(f"{number}-{member}:0" for number in range(3) for member in (0, 1))
+    lines = read_steps(directory(config) / "metrics.jsonl")
+    assert [(line["step"], line["train/minibatches"]) for line in lines] == [(1, 2), (2, 2), (3, 2)]
+    assert [record(config, step)["version_lag_max"] for step in (1, 2, 3)] == [0, 1, 1]
+    step = train_step(source, learning_rate=1e-3, policy=config.policy, minibatches=2)
+    for number, batch in read_rollouts(directory(config) / "rollouts"):
+        step.run(batch.samples, number, version=number - 1)
+    stored = load_file(directory(config) / "weights" / "v000003" / "model.safetensors")
+    kept = weights_of(step)
+    assert all(torch.equal(kept[name], value) for name, value in stored.items())
