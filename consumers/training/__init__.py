@@ -1,7 +1,8 @@
 """Training: batches become optimiser steps, checkpoints and weight versions, each sample exactly once.
 
-    batches ──▶ session ──▶ trainer (built in) ──▶ step ──▶ forward, losses, policy_loss ─▶ surrogate; optimizer
-                  │   ▲         └── proximal: the proximal logprob of each sampled token
+    batches ──▶ session ──▶ trainer (built in) ──▶ step ──▶ forward, losses, policy_loss ─▶ surrogate; dpo; optimizer
+                  │   ▲         │                    └── minibatches
+                  │   │         └── proximal, reference: logprobs of each sampled token under two other versions
                   │   └────▶ session_thread ──▶ handoff (`Rollouts`: your own training loop)
                   └──▶ step_log, trackers · checkpoint · weight versions
 

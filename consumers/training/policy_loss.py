@@ -399,17 +399,17 @@ def batch_normalised(samples: Sequence[TrainingSample], options: PolicyConfig) -
     taken: dict[tuple[str, int | str], float] = {}
     for one in samples:
         if one.advantage is not None and one.group_rewards and policy_mask(one).any():
-            taken.setdefault(_rollout_of(one), float(one.advantage))
+            taken.setdefault(rollout_of(one), float(one.advantage))
     normal = dict(zip(taken, group_advantages(list(taken.values()), "group_norm", options.advantage_std), strict=True))
     return [
-        replace(one, advantage=normal[_rollout_of(one)])
-        if one.advantage is not None and one.group_rewards and _rollout_of(one) in normal
+        replace(one, advantage=normal[rollout_of(one)])
+        if one.advantage is not None and one.group_rewards and rollout_of(one) in normal
         else one
         for one in samples
     ]
 
 
-def _rollout_of(sample: TrainingSample) -> tuple[str, int | str]:
+def rollout_of(sample: TrainingSample) -> tuple[str, int | str]:
     """The same for all parts of a forked rollout."""
     return sample.group_id, sample.seq_id if sample.index < 0 else sample.index
 

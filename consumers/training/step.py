@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from sluice.consumers.pack import PackedRows
 from sluice.consumers.training.distributed import whole
+from sluice.consumers.training.dpo import PairTerm
 from sluice.consumers.training.forward import Proof, TrainerForward, VisionSource
 from sluice.consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
 from sluice.consumers.training.minibatches import minibatches
@@ -47,7 +48,7 @@ class TrainStep:
     ) -> None:
         """`images`: of the samples; None if they have none. Raises ConfigError for an unusable `policy.loss`."""
         self.model, self._config, self._policy = model, config, policy
-        self._surrogate = load_surrogate(policy) if policy.enabled else None
+        self._surrogate = load_surrogate(policy) if policy.enabled and not policy.by_pairs else None
         self._forward = TrainerForward(
             model, pad_id=pad_id, row_tokens=row_tokens, micro_batch_tokens=config.micro_batch_tokens, images=images
         )
@@ -83,25 +84,27 @@ class TrainStep:
         policy = self._policy
         samples = batch_normalised(samples, policy) if policy.enabled else samples
         parts = minibatches(samples, self._config.minibatches)
-        scores: dict[str, Any] = {"surrogate": self._surrogate, "own": own, "reference": reference}
         late = [sample for part in parts[1:] for sample in part]
         if late and policy.enabled and policy.mismatch != "none":
             of_late = dict(zip((sample.seq_id for sample in late), self.score(late), strict=True))
         else:
             of_late = None
-        whole = PolicyTerm(samples, policy, version, **scores) if policy.enabled else None
+        scores: dict[str, Any] = {"version": version, "own": own, "reference": reference}
+        whole = self._term(samples, **scores)
         ce_sum = geometry_sum = 0.0
         norms: list[float] = []
         for number, part in enumerate(parts):
             term = whole
-            if whole is not None and len(parts) > 1:
+            if len(parts) > 1:
                 moved: dict[str, Any] = {"moved": True, "before": of_late} if number else {}
-                term = PolicyTerm(part, policy, version, **scores, **moved)
+                term = self._term(part, **scores, **moved)
+            if isinstance(term, PairTerm):
+                term.prepare(self.score)
             ce, geometry = self._backward(part, term)
             ce_sum, geometry_sum = ce_sum + ce, geometry_sum + geometry
             norms.append(self._update())
-            if whole is not None and term is not None and term is not whole:
-                whole.add(term)
+            if term is not whole and whole is not None:
+                whole.add(cast(Any, term))  # of one kind
         finite = [norm for norm in norms if math.isfinite(norm)]
         record = {
             "train/loss": ce_sum / _weight(samples),
@@ -115,7 +118,22 @@ class TrainStep:
             record["train/minibatches"] = float(len(parts))
         return record | ({} if whole is None else whole.record())
 
-    def _backward(self, samples: Sequence[TrainingSample], policy: PolicyTerm | None) -> tuple[float, float]:
+    def _term(
+        self,
+        samples: Sequence[TrainingSample],
+        version: int | None,
+        own: Mapping[str, np.ndarray] | None,
+        reference: Mapping[str, np.ndarray] | None,
+        **moved: Any,
+    ) -> PolicyTerm | PairTerm | None:
+        """The policy's part in the loss of these samples; None if there is none."""
+        if not self._policy.enabled:
+            return None
+        if self._policy.by_pairs:
+            return PairTerm(samples, self._policy, reference)
+        return PolicyTerm(samples, self._policy, version, self._surrogate, own, reference, **moved)
+
+    def _backward(self, samples: Sequence[TrainingSample], policy: PolicyTerm | PairTerm | None) -> tuple[float, float]:
         """Gradients of the loss of one optimiser batch; its sums of cross-entropy and geometry."""
         total, boxes = _weight(samples), _boxes(samples)
         ce_sum = geometry_sum = 0.0
@@ -165,7 +183,7 @@ class TrainStep:
         return rate
 
     def _losses(
-        self, packed: PackedRows, samples: Sequence[TrainingSample], policy: PolicyTerm | None
+        self, packed: PackedRows, samples: Sequence[TrainingSample], policy: PolicyTerm | PairTerm | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = self._forward.logits(packed)
         labels, weights = (torch.from_numpy(part).to(logits.device) for part in (packed.labels, packed.weights))

@@ -34,9 +34,18 @@ from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training import checkpoint
 from sluice.consumers.training.checkpoint import TrainerState
 from sluice.consumers.training.distributed import Shard, sharding
+from sluice.consumers.training.dpo import NO_RECORD, pair_members, without_proximal
 from sluice.consumers.training.images import SampleImages, pixels_of
 from sluice.consumers.training.model import load_policy, probe_score, probe_tokens
-from sluice.consumers.training.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
+from sluice.consumers.training.proximal import (
+    Counts,
+    Filled,
+    Plan,
+    fill,
+    plan,
+    score_jobs,
+    scores_by_place,
+)
 from sluice.consumers.training.reference import is_the_trainers, reference_jobs, reference_scores
 from sluice.consumers.training.session import Fence, Session, Weights
 from sluice.consumers.training.step import TrainStep
@@ -200,10 +209,13 @@ class Filler:
 
     async def fill(self, samples: Sequence[TrainingSample], version: int) -> Ready | None:
         """`version`: that of the trainer's weights. None if the process is asked to stop meanwhile."""
-        plans = await asyncio.to_thread(self._plans, samples, version)
+        plans = asked = await asyncio.to_thread(self._plans, samples, version)
+        if self._options.by_pairs:
+            plans = without_proximal(plans)
+            asked = pair_members(plans, self._options)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(self._ask(list(plans.values())))
-            recomputed = await asyncio.to_thread(self._recompute, list(plans.values()))
+            asking = tasks.create_task(self._ask(list(asked.values())))
+            recomputed = await asyncio.to_thread(self._recompute, list(asked.values()))
             results = await asking
         if results is None:
             return None
@@ -213,14 +225,15 @@ class Filler:
         done = await asyncio.to_thread(self._join, plans, recomputed, answers)
         ready = self._sort(samples, done)
         if self._options.reference is not None:
-            ready.reference.update(reference_scores(plans, self._options.reference, recomputed, answers))
+            ready.reference.update(reference_scores(asked, self._options.reference, recomputed, answers))
         ready.own.update({seq_id: each.recompute for seq_id, each in plans.items() if each.recompute.any()})
         return ready
 
     def record(self) -> dict[str, float]:
         """The `policy/` keys of everything filled since the last call: a step with all samples dropped has none."""
         counts, self._counts = self._counts, Counts()
-        return counts.record()
+        found = counts.record()
+        return {key: found[key] for key in found if not (self._options.by_pairs and key in NO_RECORD)}
 
     def _plans(self, samples: Sequence[TrainingSample], version: int) -> dict[str, Plan]:
         members = [sample for sample in samples if sample.advantage is not None]

@@ -310,6 +310,12 @@ def _policy_numbers(config: Config) -> list[tuple[bool, str]]:
     policy = config.policy
     high, dual, floor, cap = policy.clip_eps_high, policy.dual_clip, policy.weight_floor, policy.weight_cap
     wait_s, bound, overlong = policy.score_wait_s, policy.max_token_staleness, policy.overlong_tokens
+    usual, of_tokens = PolicyConfig(), ("kl_coef", "entropy_coef", "mismatch", "dual_clip", "aggregation")
+    useless = [
+        f"policy.{name} {getattr(policy, name)}"
+        for name in of_tokens
+        if policy.by_pairs and getattr(policy, name) != getattr(usual, name)
+    ]
     return [
         (
             ":" in policy.loss or policy.loss in CONVENTIONS,
@@ -348,6 +354,15 @@ def _policy_numbers(config: Config) -> list[tuple[bool, str]]:
             policy.zero_variance == "keep" or policy.advantage not in ("reward", "reinforce_pp"),
             f"policy.zero_variance filter with policy.advantage {policy.advantage}: equal rewards have an advantage "
             "there; set it to keep",
+        ),
+        (
+            not useless,
+            f"{', '.join(useless)}: nothing uses it with policy.loss dpo, which is held to its reference by "
+            "policy.dpo_beta; leave it out",
+        ),
+        (
+            0 < policy.dpo_beta < inf,
+            f"policy.dpo_beta {policy.dpo_beta} must be a finite number above 0, such as 0.1",
         ),
         (
             dual is None or policy.loss != "cispo",
@@ -401,7 +416,17 @@ def _policy_and_others(config: Config) -> list[tuple[bool, str]]:
         ),
         (
             policy.reference is None or config.scorer.count > 0,
-            f"policy.kl_coef {policy.kl_coef} needs scorer.count of at least 1: scorers score the reference",
+            f"policy.{'loss dpo' if policy.by_pairs else f'kl_coef {policy.kl_coef}'} needs scorer.count of at least "
+            "1: scorers score the reference",
+        ),
+        (
+            not policy.enabled or not policy.by_pairs or size >= 2,
+            f"producer.group_size {size} must be at least 2 with policy.loss dpo, which compares the best of a group "
+            "with its worst; raise it",
+        ),
+        (
+            not policy.by_pairs or not config.trainer.dropout,
+            "policy.loss dpo with trainer.dropout: pairs are compared without it; switch it off",
         ),
         (
             policy.mismatch == "none" or not config.trainer.dropout,

@@ -117,6 +117,7 @@ CONVENTIONS: dict[str, dict[str, Any]] = {
     "dapo": {"clip_eps_high": 0.28},
     "gspo": {"aggregation": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
     "cispo": {"clip_eps": 1.0, "clip_eps_high": 4.0},
+    "dpo": {},
 }
 """What `policy.loss` sets by name, where the configuration doesn't; all else is the default of PolicyConfig."""
 
@@ -125,7 +126,7 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     """A policy loss on rewards, in addition to the teacher-forced losses; samples with an advantage take part."""
 
     enabled: bool = False  # trains on rewards
-    loss: str = "decoupled_ppo"  # decoupled_ppo | grpo | dr_grpo | dapo | gspo | cispo, or your own: file.py:name
+    loss: str = "decoupled_ppo"  # decoupled_ppo, grpo, dr_grpo, dapo, gspo, cispo, dpo, or your own: file.py:name
     aggregation: Literal["token", "sequence", "constant"] = "token"  # mean over tokens; of means; by a constant
     aggregation_tokens: int = 256  # per sequence, for aggregation constant; left out: sampling.max_new_tokens
     advantage: Literal["group_norm", "group_mean", "rloo", "reinforce_pp", "reward"] = "group_norm"  # see policy.md
@@ -138,6 +139,7 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     kl_coef: float = 0.0  # times the mean KL to kl_reference, added to the loss; scorers score the reference
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # of that KL; see policy.md
     kl_reference: int = 0  # a weight version that stays on disk; 0: what the run started from
+    dpo_beta: float = 0.1  # of loss dpo: how far the weights may move from kl_reference; smaller is further
     mismatch: Literal["none", "truncate", "mask"] = "none"  # correction of engine versus trainer; see policy.md
     mismatch_cap: float = 2.0  # C: weights above it are cut; mask: tokens outside [1/C, C] are left out
     mismatch_level: Literal["token", "sequence"] = "token"  # sequence: the product over its tokens
@@ -155,7 +157,12 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     @property
     def reference(self) -> int | None:
         """The version that the loss has scored beside its own, and that no retention deletes; None: none."""
-        return self.kl_reference if self.enabled and self.kl_coef else None
+        return self.kl_reference if self.enabled and (self.kl_coef or self.by_pairs) else None
+
+    @property
+    def by_pairs(self) -> bool:
+        """Whether the loss compares two sequences of a group, and has none for each token."""
+        return self.loss == "dpo"
 
 
 class ScorerConfig(Section, frozen=True, kw_only=True):

@@ -23,10 +23,19 @@ from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
 from sluice.pipeline.config.types import BrokerConfig, Config, PolicyConfig, ScorerConfig, WeightsConfig
 from sluice.pipeline.errors import ConfigError, first_cause
+from sluice.pipeline.queue.scores import Scores
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.keys import Keys
-from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, TrainingSample, decode, encode
+from sluice.pipeline.wire.messages import (
+    DeadLetter,
+    ScoreJob,
+    ScoreResult,
+    TrainingBatch,
+    TrainingSample,
+    decode,
+    encode,
+)
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from sluice.workers.scorer.scorer import serve_scores
 from tests.contract.engine_fixtures import reference, reference_logprobs
@@ -402,3 +411,58 @@ async def test_a_step_of_several_minibatches_is_one_batch_wherever_it_was_cut_of
     stored = load_file(directory(config) / "weights" / "v000003" / "model.safetensors")
     kept = weights_of(step)
     assert all(torch.equal(kept[name], value) for name, value in stored.items())
+
+
+async def test_dpo_scores_the_pairs_under_the_reference_and_nothing_else(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of two: one of equal rewards, one with a token that is too old, and one that a scorer compares."""
+    config = config_of(broker_config, keys, run_dir, source, loss="dpo", max_token_staleness=1)
+    asked: list[ScoreJob] = []
+    ask = Scores.ask
+
+    async def listening(self: Scores, jobs: list[ScoreJob], wait_s: float) -> list[ScoreResult]:
+        asked.extend(jobs)
+        return await ask(self, jobs, wait_s)
+
+    monkeypatch.setattr(Scores, "ask", listening)
+    batches = [([[0, 0], [0]], (1.0, 0.0)), ([[0, 1], [1]], (0.5, 0.5)), ([[0, 2], [2]], (1.0, 0.0)),
+               ([[3, 2], [3, -1, 3]], (0.0, 1.0))]  # fmt: skip
+    for number, (members, rewards) in enumerate(batches):
+        samples = [
+            replace(rollout(f"{number}-{at}", versions), group_id=str(number), reward=reward)
+            for at, (versions, reward) in enumerate(zip(members, rewards, strict=True))
+        ]
+        raw = encode(TrainingBatch(batch_id=str(number), samples=samples))
+        await client.xadd(keys.batches, {"b": raw})
+        for name, by in {"enqueued": 2, "accepted": 2, "bytes": len(raw)}.items():
+            await client.hincrby(keys.counts, name, by)
+    await client.hset(keys.source, "exhausted", 1)
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(serve_scores(config, stop))
+        await eventually(functools.partial(scorer_is_ready, client, keys), "the scorer's model")
+        await train(config, source)
+        stop.set()
+    assert {(job.seq_id, job.version, tuple(job.positions)) for job in asked} == {
+        ("3-0:0", 0, (0, 1)), ("3-1:0", 0, (0, 2)),
+    }  # fmt: skip
+    records = [record(config, step) for step in (1, 2, 3, 4)]
+    assert [one["dpo_pairs"] for one in records] == [1, 0, 0, 1]
+    assert [one["dpo_skipped_groups"] for one in records] == [0, 1, 1, 0]
+    assert records[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert [one["stale_tokens"] for one in records] == [0, 0, 1, 0]
+    assert not {"missing_proximal_tokens", "valid_proximal_share", "scored_tokens"} & records[3].keys()
+    samples = list(read_rollouts(directory(config) / "rollouts"))[3][1].samples
+    model = reference(directory(config) / "weights" / "v000003")
+    sums = []
+    for sample in samples:
+        apart = 0.0
+        for at, on in enumerate(sample.response_mask.expand()):
+            if on:
+                ids = sample.token_ids
+                apart += reference_logprobs(model, ids[:at], ids[at : at + 1]).item()
+                apart -= reference_logprob(config, sample, at)
+        sums.append(apart)
+    assert records[3]["dpo_margin"] == pytest.approx(0.1 * (sums[1] - sums[0]), abs=1e-4)
+    assert (await snapshot(client, keys)).complete

@@ -205,7 +205,7 @@ def test_no_sequence_at_all() -> None:
 
 
 def test_every_name_has_its_convention_and_says_its_source() -> None:
-    assert SURROGATES.keys() == CONVENTIONS.keys()
+    assert SURROGATES.keys() == CONVENTIONS.keys() - {"dpo"}  # dpo.py: a loss of pairs
     for name, surrogate in SURROGATES.items():
         assert surrogate is getattr(__import__(surrogate.__module__, fromlist=[name]), name)
         assert any(f"{year}" in (surrogate.__doc__ or "") for year in range(2017, 2026)), name
