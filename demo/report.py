@@ -53,6 +53,7 @@ class Report:
     cost: KillCost | None = None
     landed: MidSequence | None = None
     stopped: bool = False
+    failure: str = ""  # why, if it wasn't a Ctrl-C
 
 
 @dataclass(frozen=True)

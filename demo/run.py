@@ -73,7 +73,11 @@ def _run(task: DemoTask, directory: Path, options: Options) -> tuple[int, dict[s
     task.write_data(Path(config.data.path), config.data.limit or 1, options.seed + 1)
     drill = Drill(task, config, run_dir / EVALS, kill=options.kill)
     pipeline_started = time.monotonic()
-    code = run_stack(config, title=f"sluice demo · {task.name}", watch=drill.watch, extra=drill.processes())
+    try:
+        code = run_stack(config, title=f"sluice demo · {task.name}", watch=drill.watch, extra=drill.processes())
+    except Exception:
+        _report_stopped(task, run_dir, drill, time.monotonic() - pipeline_started)
+        raise
     pipeline_s = time.monotonic() - pipeline_started
     if code:
         _report_stopped(task, run_dir, drill, pipeline_s)
@@ -182,7 +186,7 @@ def keep_ends(drill: Drill, heldout: Heldout, last: int) -> None:
 
 
 def _report_stopped(task: DemoTask, run_dir: Path, drill: Drill, pipeline_s: float) -> None:
-    """A report of what there is; none if even the run's end isn't known."""
+    """A report of what there is; none if even the run's last state isn't known."""
     if not (run_dir / "summary.json").exists():
         return
     now = read_summary(run_dir)
@@ -196,11 +200,12 @@ def _report_stopped(task: DemoTask, run_dir: Path, drill: Drill, pipeline_s: flo
         "versions": now.latest_version or 0,
         "pipeline_s": round(pipeline_s, 1),
     }
+    failure = now.end.cause if now.end and now.end.state == "failed" else ""
     print("stopped early, so there are no final scores; a new demo starts from the beginning", file=sys.stderr)
     with _or_note("the report"):
         cost, problems = kill_cost_of(task, run_dir, drill), task.heldout(SHOWN, SEED)
         summary |= _rollouts(task, run_dir)
-        _write_report(run_dir, Report(task, summary, drill, problems, cost, stopped=True))
+        _write_report(run_dir, Report(task, summary, drill, problems, cost, stopped=True, failure=failure))
 
 
 def kill_cost_of(task: DemoTask, run_dir: Path, drill: Drill) -> KillCost | None:

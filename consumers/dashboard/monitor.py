@@ -42,6 +42,7 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.status.diagnosis import Verdict, verdict
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.rates import Rates
+from sluice.pipeline.status.run_end import RunEnd, read_end
 from sluice.pipeline.status.snapshot import Snapshot
 from sluice.pipeline.status.stages import Stage, stages
 from sluice.pipeline.wire.keys import Keys
@@ -108,6 +109,7 @@ class Monitor:
         self.newest = Snapshot(run=config.run, state="new")  # until the first one
         self.seen_at: float | None = None  # Unix time of that snapshot, in seconds
         self.problem: str | None = None  # why `newest` is out of date
+        self.end: RunEnd | None = None  # how the run ended, by its files
         self.stored_at: float | None = None  # Unix s; set if the broker is a copy of what the run's stored last
         self.number = 0  # number of attempts, failed ones included
         self.closing = asyncio.Event()
@@ -118,7 +120,7 @@ class Monitor:
         """Take one snapshot; never raises if the broker is away."""
         try:
             async with asyncio.timeout(_INSPECT_S):
-                self.newest = await inspect(self.client, self.keys, self.config.consumer.count)
+                self.newest = await inspect(self.client, self.keys, self.config.consumer.count, self.directory)
             self.rates.add(self.newest)
             if self.stored_at is None:
                 self.timeline.add(self.newest)
@@ -140,7 +142,8 @@ class Monitor:
         self.problem = problem
 
     def read_files(self) -> None:
-        """The curves and times, from the run's directory. Blocking; never raises."""
+        """The curves, times and end, from the run's directory. Blocking; never raises."""
+        self.end = read_end(self.directory)
         try:
             self.curves.charts()
             if time.monotonic() - self._timed_at > _TIMES_EVERY_S:

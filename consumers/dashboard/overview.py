@@ -27,6 +27,7 @@ from sluice.pipeline.status.descriptions import (
     stall_text,
     verdict_text,
 )
+from sluice.pipeline.status.run_end import RunEnd
 from sluice.pipeline.status.snapshot import Snapshot, Stall
 from sluice.pipeline.status.stages import Stage, is_optional
 from sluice.pipeline.status.text import counted
@@ -40,8 +41,10 @@ _TITLES = {
 }  # fmt: skip
 _STATES = {
     "complete": ("complete", "good"), "idle": ("not started", ""), "stalled": ("stalled", "bad"),
+    "failed": ("failed", "bad"),
     "moving": ("healthy", "good"), "working": ("healthy", "good"), "waiting": ("waiting", "warn"),
 }  # fmt: skip
+_STOPPED = {"interrupted": "Interrupted", "stopped": "Stopped at trainer.max_versions"}
 _FAILED = ("process_failed", "guard_refused", "trainer_dead")
 _LASTING_S = 30.0
 WIDTH, _HEIGHT = 240, 48
@@ -109,16 +112,14 @@ def _verdict(monitor: Monitor) -> dict[str, Any]:
     change = monitor.curves.change()
     learned = f"{change.name} {change.first:.3g} → {change.last:.3g}" if change else ""
     line, says = headline(now, verdict, monitor.rates.bottleneck, learned), verdict_text(now, verdict)
-    if monitor.stored_at is not None and not now.complete and name != "failed":
+    stopped = _STOPPED.get(now.end.state, "") if now.end else ""
+    if (monitor.stored_at is not None or stopped) and not now.complete and name != "failed":
         name, css = "stopped", "warn"
-        line = f"Stopped before its end: {learned or counted(now.trained, 'sequence') + ' trained'}"
-        says = f"{counted(now.credit.sequences, 'sequence')} in flight; what it has stored is shown"
+        line = f"{stopped or 'Stopped before its end'}: {learned or counted(now.trained, 'sequence') + ' trained'}"
+        says = f"{counted(now.credit.sequences, 'sequence')} in flight"
+        says += "; what it has stored is shown" if monitor.stored_at is not None else ""
     if monitor.seen_at is None:  # only its files are known
-        name, css, line = (
-            "unknown",
-            "warn",
-            f"Not running: {learned}" if learned else "Nothing is known about this run yet",
-        )
+        name, css, line = _by_files(monitor.end, learned)
         says = "the broker does not answer, so this is what the run has written"
     return {
         "headline": line,
@@ -127,6 +128,17 @@ def _verdict(monitor: Monitor) -> dict[str, Any]:
         "blocked": [Keeper(stall, stall_text(now, stall)) for stall in now.stalls if stall.blocks],
         "lasting": [Keeper(stall, stall_text(now, stall)) for stall in lasting],
     }
+
+
+def _by_files(end: RunEnd | None, learned: str) -> tuple[str, str, str]:
+    """State, its look, and headline."""
+    if end is not None and end.state == "failed":
+        return "failed", "bad", f"Failed: {end.cause}"
+    if end is not None and end.state == "complete":
+        return "complete", "good", f"Complete: {learned}" if learned else "Complete"
+    if end is not None:
+        return "stopped", "warn", ": ".join(filter(None, (_STOPPED[end.state], learned)))
+    return "unknown", "warn", f"Not running: {learned}" if learned else "Nothing is known about this run yet"
 
 
 def _parts(monitor: Monitor) -> dict[str, Any]:

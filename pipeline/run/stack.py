@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +31,7 @@ from sluice.pipeline.broker import connection as connections
 from sluice.pipeline.broker.embedded import embedded_broker
 from sluice.pipeline.config import Config
 from sluice.pipeline.config.load import ENVIRONMENT
-from sluice.pipeline.errors import BrokerError, MessageError
+from sluice.pipeline.errors import BrokerError, MessageError, SluiceError, first_cause
 from sluice.pipeline.files import write_atomic
 from sluice.pipeline.http.server import bind_near
 from sluice.pipeline.logs import get_logger
@@ -42,6 +43,7 @@ from sluice.pipeline.run.progress_panel import Progress
 from sluice.pipeline.run.supervisor import Child, Supervisor, sluice_command
 from sluice.pipeline.status.heartbeat import Heartbeat, read_row
 from sluice.pipeline.status.report import as_json
+from sluice.pipeline.status.run_end import RunEnd, forget_end, write_end
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.terminal import say
 from sluice.pipeline.wire.keys import Keys
@@ -111,13 +113,14 @@ class RunMonitor:
             await self._supervisor.stop(self._grace_s)
             if await self._beside(self._see(), asked):
                 return self._seen
-            return await self._last_look() if await answers(self._config) else None
+            return await self.last_look() if await answers(self._config) else None
         finally:
             await _end(asked)
             await _end(care)
             await self._supervisor.stop(self._grace_s)
 
-    async def _last_look(self) -> Snapshot | None:
+    async def last_look(self) -> Snapshot | None:
+        """The run's state, if the broker tells it soon."""
         with contextlib.suppress(TimeoutError, RedisError, OSError):
             return await asyncio.wait_for(snapshot(self._client, self._keys), _LAST_LOOK_S)
         return None
@@ -297,6 +300,7 @@ async def _supervised(
     for name, command in {**plan(config, resolved), **extra}.items():
         own = listener if name == "dashboard" else None
         supervisor.add(name, command, optional=name in ONLOOKERS, listener=own)
+    forget_end(run_dir)
     try:
         with Progress(title) as progress:
             for place in (f"files {run_dir}", f"logs {supervisor.log_dir}", *addresses(config)):
@@ -304,23 +308,57 @@ async def _supervised(
             monitor = RunMonitor(client, config, supervisor, progress, watch)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, monitor.stop.set)
-            final = await monitor.run()
-        if final is None:
-            say(f"interrupted; the broker is gone; {_GO_ON}", file=sys.stderr)
-            return INTERRUPTED
-        write_atomic(run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(as_json(final))))
-        return _report(final, run_dir, interrupted=monitor.stop.is_set())
+            try:
+                final = await monitor.run()
+            except Exception as error:
+                _store_end(run_dir, _failure(first_cause(error), supervisor), await monitor.last_look())
+                raise
+        end = RunEnd(at=time.time(), **_ending(final, interrupted=monitor.stop.is_set()))
+        _store_end(run_dir, end, final)
+        return _report(final, run_dir, end)
     finally:
         await client.aclose()
 
 
-def _report(final: Snapshot, run_dir: Path, *, interrupted: bool) -> int:
-    word = "interrupted" if interrupted else "complete" if final.complete else "stopped at trainer.max_versions"
+def _ending(final: Snapshot | None, *, interrupted: bool) -> dict[str, Any]:
+    if interrupted or final is None:
+        return {"state": "interrupted", "exit_code": INTERRUPTED}
+    return {"state": "complete" if final.complete else "stopped"}
+
+
+def _failure(cause: BaseException, supervisor: Supervisor) -> RunEnd:
+    ours = isinstance(cause, SluiceError)
+    return RunEnd(
+        at=time.time(),
+        state="failed",
+        exit_code=cause.exit_code if isinstance(cause, SluiceError) else SluiceError.exit_code,
+        cause=str(cause) if ours else f"{type(cause).__name__}: {cause}",
+        kind=type(cause).__name__,
+        process=supervisor.failed.name if supervisor.failed else "",
+    )
+
+
+def _store_end(run_dir: Path, end: RunEnd, final: Snapshot | None) -> None:
+    """How the run ended, and its last state if that is known. Another error must not hide the one that ended it."""
+    try:
+        write_end(run_dir, end)
+        if final is not None:
+            final.end = end
+            write_atomic(run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(as_json(final))))
+    except OSError as error:
+        get_logger().warning("how the run ended is not stored", why=str(error))
+
+
+def _report(final: Snapshot | None, run_dir: Path, end: RunEnd) -> int:
+    if final is None:
+        say(f"interrupted; the broker is gone; {_GO_ON}", file=sys.stderr)
+        return INTERRUPTED
+    word = "stopped at trainer.max_versions" if end.state == "stopped" else end.state
     say(
         f"{word}: enqueued {final.enqueued}, trained {final.trained}, dead {final.dead}, dropped {final.dropped}, "
         f"weights v{final.latest_version}; files in {run_dir}",
         file=sys.stderr,
     )
-    if interrupted:
+    if end.state == "interrupted":
         say(_GO_ON, file=sys.stderr)
-    return INTERRUPTED if interrupted else 0
+    return end.exit_code

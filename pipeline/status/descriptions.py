@@ -28,6 +28,9 @@ _FIX = {
 }
 
 
+_ENDS = {"failed": "failed", "interrupted": "interrupted", "stopped": "stopped at trainer.max_versions"}
+
+
 class StallText(NamedTuple):
     """A stall as text."""
 
@@ -65,6 +68,8 @@ def condition(now: Snapshot) -> str:
     """The run's condition in a word or two."""
     if now.complete:
         return "complete"
+    if now.end is not None and now.end.state in _ENDS:
+        return _ENDS[now.end.state]
     if any(row.is_alive and not row.is_onlooker for row in now.processes):
         return "running"
     if now.state == "finished":
@@ -174,6 +179,14 @@ def _failed(now: Snapshot, stall: Stall) -> StallText:
             "rollout_matching.repeat_terminate.enabled=false; then restart the worker"
         )
     return StallText(f"{stall.process} {how}: {error}", "", remedy)
+
+
+def _run_failed(now: Snapshot, stall: Stall) -> StallText:
+    """`sluice run` or `up` gave up."""
+    cause, kind = (now.end.cause, now.end.kind) if now.end else ("", "")
+    log = f"logs/{stall.process}.log in the run's directory has more; " if stall.process else ""
+    fix = _FIX.get(kind, "remove the cause")
+    return StallText(f"the run failed: {cause}", "", f"{log}{fix}, then run the same command again: it continues")
 
 
 def _no_process(now: Snapshot, stall: Stall) -> StallText:
@@ -287,6 +300,7 @@ _STALLS: dict[StallKind, Callable[[Snapshot, Stall], StallText]] = {
     "unreadable": _unreadable,
     "process_failed": _failed,
     "guard_refused": _failed,
+    "run_failed": _run_failed,
     "no_process": _no_process,
     **dict.fromkeys(
         ("no_producer", "no_gateway", "no_worker", "no_consumer", "no_scorer", "no_trainer", "trainer_dead"), _nobody
@@ -387,6 +401,8 @@ def verdict_text(now: Snapshot, verdict: Verdict) -> str:
             return "the run is complete: nothing is left to do"
         case "idle":
             return "nothing was enqueued under this name and no process is alive: is the run's name right?"
+        case "failed":
+            return f"nothing of it runs; {counted(now.credit.sequences, 'sequence')} in flight"
         case "stalled":
             causes = counted(sum(stall.blocks for stall in now.stalls) or len(now.stalls), "cause")
             how = "it still makes progress, but will stop" if verdict.moved else "it is stuck"
@@ -407,6 +423,8 @@ def headline(now: Snapshot, verdict: Verdict, busiest: Sequence[RoleName], learn
             return f"Complete: {learned or counted(now.trained, 'sequence') + ' trained'}"
         case "idle":
             return "Nothing has started yet"
+        case "failed":
+            return f"Failed: {now.end.cause}" if now.end else "Failed"
         case "stalled":
             failed = blocking[0].kind in ("process_failed", "guard_refused")
             more = f" (and {counted(len(blocking) - 1, 'more cause')})" if len(blocking) > 1 else ""

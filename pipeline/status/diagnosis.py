@@ -17,6 +17,7 @@ from sluice.pipeline.broker.connection import BrokerSilent
 from sluice.pipeline.config import Config
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.status.inspection import inspect
+from sluice.pipeline.status.run_end import run_directory
 from sluice.pipeline.status.snapshot import Process, Snapshot, snapshot
 from sluice.pipeline.wire.keys import Keys
 
@@ -26,7 +27,7 @@ _DEADLINE_S = 15.0
 _COUNTS = ("tokens", "enqueued", "committed", "accepted", "trained", "dead", "dropped")
 
 
-VerdictState = Literal["complete", "idle", "moving", "working", "waiting", "stalled"]
+VerdictState = Literal["complete", "idle", "moving", "working", "waiting", "stalled", "failed"]
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +41,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_healthy(self) -> bool:
         """Whether nothing needs to be done."""
-        return self.state != "stalled"
+        return self.state not in ("stalled", "failed")
 
 
 def verdict(before: Snapshot, now: Snapshot) -> Verdict:
@@ -58,6 +59,8 @@ def _state(now: Snapshot, moved: dict[str, int], busy: str | None) -> VerdictSta
         return "complete"
     if not (now.enqueued or now.processes):
         return "idle"
+    if now.end is not None and now.end.state == "failed":
+        return "failed"
     if any(stall.blocks for stall in now.stalls) or (now.stalls and not moved and not busy):
         return "stalled"
     return "moving" if moved else "working" if busy else "waiting"
@@ -97,7 +100,7 @@ async def _look_twice(config: Config, apart_s: float) -> Why:
         async with asyncio.timeout(_DEADLINE_S):
             before = await snapshot(client, keys)
             await asyncio.sleep(0 if before.complete else apart_s)
-            now = await inspect(client, keys, config.consumer.count)
+            now = await inspect(client, keys, config.consumer.count, run_directory(config))
             return Why(now=now, verdict=verdict(before, now))
     except TimeoutError as error:
         raise BrokerError(

@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from pathlib import Path
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -14,6 +16,7 @@ from redis.exceptions import ResponseError
 
 from sluice.pipeline.broker.scripts.library import FAR_MS
 from sluice.pipeline.errors import MessageError
+from sluice.pipeline.status.run_end import RunEnd, read_end
 from sluice.pipeline.status.snapshot import MOST_JOBS, BrokerUse, Depth, Holder, Lag, Lease, Reading, Snapshot, snapshot
 from sluice.pipeline.status.stalls import stalls
 from sluice.pipeline.wire.codec import integer_or, shown
@@ -24,8 +27,8 @@ _SHOWN = 20
 _FIELDS = ("owner", "worker", "attempt", "at", "n", "ndone", "shared", "deaths", "alone", "since")
 
 
-async def inspect(client: Redis, keys: Keys, partitions: int) -> Snapshot:
-    """A snapshot with all its parts."""
+async def inspect(client: Redis, keys: Keys, partitions: int, directory: Path | None = None) -> Snapshot:
+    """A snapshot with all its parts; `directory` is the run's, which tells how it ended."""
     now = await snapshot(client, keys)
     read = Reading(now.unreadable)
     leases = await _look_at_queue(client, keys, now, read)
@@ -35,8 +38,14 @@ async def inspect(client: Redis, keys: Keys, partitions: int) -> Snapshot:
     now.deaths = sum(lease.deaths for lease in leases)
     now.lag = await _look_at_streams(client, keys, partitions, now.at, read)
     now.broker, now.latest_at = await _look_at_broker(client, keys, now.latest_version, read)
+    now.end = _current(now, await asyncio.to_thread(read_end, directory)) if directory else None
     now.stalls = stalls(now)
     return now
+
+
+def _current(now: Snapshot, end: RunEnd | None) -> RunEnd | None:
+    rows = (row for row in now.processes if row.is_alive and not row.is_onlooker)
+    return None if end is None or any(row.at > end.at for row in rows) else end
 
 
 async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot, read: Reading) -> list[Lease]:

@@ -25,6 +25,7 @@ from sluice.pipeline.status.descriptions import (
 )
 from sluice.pipeline.status.diagnosis import Why
 from sluice.pipeline.status.inspection import inspect
+from sluice.pipeline.status.run_end import run_directory
 from sluice.pipeline.status.snapshot import Lag, Lease, Process, Snapshot, Stall
 from sluice.pipeline.status.text import length
 from sluice.pipeline.terminal import columns
@@ -175,6 +176,6 @@ def _lag(lag: Lag) -> list[str]:
 async def _read(config: Config) -> Snapshot:
     client = connection.connect(config.broker, config.run)
     try:
-        return await inspect(client, Keys(config.run), config.consumer.count)
+        return await inspect(client, Keys(config.run), config.consumer.count, run_directory(config))
     finally:
         await client.aclose()

@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.roles import ONLOOKERS
 from sluice.pipeline.status.heartbeat import ALIVE_S, FORGET_S, Heartbeat, read_row
+from sluice.pipeline.status.run_end import RunEnd
 from sluice.pipeline.wire.codec import LEAST, Unreadable, integer, read_json
 from sluice.pipeline.wire.keys import Keys, type_of
 
@@ -121,7 +122,7 @@ class BrokerUse(msgspec.Struct, frozen=True, kw_only=True):
 StallKind = Literal[
     "no_process", "no_producer", "no_worker", "no_consumer", "no_trainer", "no_scorer", "no_gateway",
     "old_versions", "credit_exhausted", "trainer_dead", "consumer_lag", "broker_full", "guard_refused",
-    "process_failed", "runs_alone", "unreadable",
+    "process_failed", "run_failed", "runs_alone", "unreadable",
 ]  # fmt: skip
 
 
@@ -194,6 +195,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     lag: list[Lag] = []
     latest_at: float | None = None  # Unix time at which the newest version was published
     broker: BrokerUse | None = None
+    end: RunEnd | None = None  # how the run's supervisor ended, unless one of its processes has been heard of since
     stalls: list[Stall] = []
 
     @property

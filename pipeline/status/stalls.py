@@ -1,6 +1,6 @@
 """Why a run is stuck: what waits for what, and since when. Pure, from one inspection; produces no text.
 
-    broker ─▶ roles that failed ─▶ missing roles ─▶ old weights ─▶ lag ─▶ credit ─▶ jobs that run alone
+    run that failed ─▶ broker ─▶ roles that failed ─▶ missing roles ─▶ old weights ─▶ lag ─▶ credit ─▶ runs alone
 
 - Causes come before their effects. A run that is complete or never began has no stalls.
 - `blocks` is false for a wait that ends by itself.
@@ -26,6 +26,8 @@ def stalls(now: Snapshot) -> list[Stall]:
     """What blocks the run, from an inspection (`inspection.inspect`)."""
     if now.complete or not (now.enqueued or now.processes or now.unreadable):
         return []
+    if now.end is not None and now.end.state == "failed":
+        return [Stall(kind="run_failed", process=now.end.process or None, since=now.end.at), *_unreadable(now)]
     found = [*_broker_full(now), *_unreadable(now), *_failed(now)]
     if not any(row.is_alive and not row.is_onlooker for row in now.processes):
         return [*found, _no_process(now)]

@@ -22,6 +22,7 @@ from sluice.pipeline.queue.dead_letters import DeadLetters, Row
 from sluice.pipeline.status.diagnosis import Verdict, verdict
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.rates import Rates
+from sluice.pipeline.status.run_end import run_directory
 from sluice.pipeline.status.snapshot import Snapshot
 from sluice.pipeline.wire.keys import Keys
 
@@ -64,7 +65,9 @@ class Feed:
         view = self.view
         try:
             async with asyncio.timeout(_LOOK_S):
-                now = await inspect(self._client, Keys(self._config.run), self._config.consumer.count)
+                now = await inspect(
+                    self._client, Keys(self._config.run), self._config.consumer.count, run_directory(self._config)
+                )
                 view.letters = await self._letters.newest(count=LETTERS) if now.dead_letters else []
         except (RedisError, BrokerError, OSError, TimeoutError) as error:
             return self._trouble(AWAY, str(error) or f"no answer within {_LOOK_S:g} s")

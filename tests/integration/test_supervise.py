@@ -73,6 +73,7 @@ async def test_too_many_restarts_end_with_the_last_line_of_the_log(tmp_path: Pat
     boss.add("c", python("print('out of memory'); sys.exit(1)"))
     with pytest.raises(SluiceError, match="c ended 3 times, last with 1: out of memory"):
         await asyncio.wait_for(boss.run(), 30)
+    assert boss.failed is boss.children["c"]
 
 
 async def test_a_killed_child_is_not_said_to_have_ended_by_what_it_wrote_last(tmp_path: Path) -> None:

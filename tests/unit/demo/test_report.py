@@ -268,6 +268,16 @@ def test_a_stopped_run_has_a_report_of_what_it_had_done(tmp_path: Path) -> None:
     assert "The curve <i>Held out</i> is of 100 problems" in text
 
 
+def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
+    told = report_of(tmp_path, load_task("digits"))
+    counts = {"enqueued": 8, "trained": 4, "total": 3840, "worker_kills": 0, "versions": 4, "pipeline_s": 9.0}
+    failure = "trainer stopped: <no> model"
+    text = written(tmp_path, replace(told, summary=counts, stopped=True, failure=failure))
+    assert "<h1>Failed: trainer stopped: &lt;no&gt; model</h1>" in text
+    assert "after 4 of 3,840 sequences were trained" in text
+    assert 'class="verdict-band bad"' in text
+
+
 def test_a_run_that_was_stopped_at_once_has_empty_parts_and_no_error(tmp_path: Path) -> None:
     task = load_task("digits")
     config = Config(run=tmp_path.name, run_dir=str(tmp_path.parent))

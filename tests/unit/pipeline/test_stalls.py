@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from sluice.pipeline.errors import MessageError
-from sluice.pipeline.status.descriptions import StallText, headline, stall_text, verdict_text
+from sluice.pipeline.status.descriptions import StallText, condition, headline, stall_text, verdict_text
 from sluice.pipeline.status.diagnosis import Why, verdict
 from sluice.pipeline.status.heartbeat import Heartbeat, read_row
 from sluice.pipeline.status.rates import Rates
 from sluice.pipeline.status.report import why_json, why_text
+from sluice.pipeline.status.run_end import RunEnd
 from sluice.pipeline.status.snapshot import BrokerUse, CreditUse, Depth, Lag, Process, Snapshot, StallKind
 from sluice.pipeline.status.stages import stages
 from sluice.pipeline.status.stalls import Stall, stalls
@@ -137,6 +138,36 @@ def test_nobody_at_all_comes_with_the_last_words() -> None:
     found = stalls(state(failed("worker", "ConfigError", "no"), process("trainer", age_s=60)))
     assert [stall.kind for stall in found] == ["process_failed", "no_process"]
     assert found[1].since == pytest.approx(NOW - 40)
+
+
+def test_a_run_that_gave_up_says_why_instead_of_that_nobody_is_alive() -> None:
+    end = RunEnd(at=NOW - 90, state="failed", exit_code=5, cause="worker-0 stopped: /m: no", kind="ModelError")
+    now = state(failed("worker", "ModelError", "/m: no"), end=end)
+    now.stalls = stalls(now)
+    [stall], told = now.stalls, verdict(now, now)
+    text = stall_text(now, stall)
+    assert (stall.kind, stall.blocks, stall.since, told.state, told.is_healthy) == (
+        "run_failed", True, NOW - 90, "failed", False,
+    )  # fmt: skip
+    assert text.says == "the run failed: worker-0 stopped: /m: no"
+    assert text.remedy == "fix model.path as the message says, then run the same command again: it continues"
+    assert headline(now, told, []) == "Failed: worker-0 stopped: /m: no"
+    assert verdict_text(now, told) == "nothing of it runs; 4 sequences in flight"
+    assert condition(now) == "failed"
+    assert "do:     fix model.path" in why_text(Why(now=now, verdict=told))
+    memory = msgspec.structs.replace(end, kind="SluiceError", cause="worker-0 ended 4 times", process="worker-0")
+    now.end = memory
+    assert stall_text(now, stalls(now)[0]).remedy.startswith(
+        "logs/worker-0.log in the run's directory has more; remove"
+    )
+
+
+@pytest.mark.parametrize(("how", "word"), [("interrupted", "interrupted"), ("stopped", "stopped at trainer.")])
+def test_a_run_that_was_stopped_says_how(how: Any, word: str) -> None:
+    now = state(process("worker", age_s=60), end=RunEnd(at=NOW - 90, state=how))
+    assert condition(now).startswith(word)
+    assert only(now).kind == "no_process"
+    assert condition(state(trained=8, exhausted=True, end=RunEnd(at=NOW, state="failed"))) == "complete"
 
 
 def test_who_only_looks_on_neither_keeps_a_run_going_nor_up() -> None:
