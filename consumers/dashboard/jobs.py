@@ -82,7 +82,7 @@ async def jobs(request: Request) -> Response:
         answer.headers["HX-Push-Url"] = f"/jobs?{query({**wanted, 'before': before})}".rstrip("?")
     else:
         workers = sorted({row.worker for row in live.rows if row.worker} if live else ())
-        charts = [(chart, points(chart.lines[0].values)) for chart in monitor.timeline.charts()]
+        charts = await asyncio.to_thread(_drawn, monitor)
         lasted = await asyncio.to_thread(_lasted, monitor)
         now = monitor.newest
         blocked = [Keeper(stall, stall_text(now, stall)) for stall in now.stalls if stall.blocks]
@@ -95,7 +95,11 @@ async def jobs(request: Request) -> Response:
 @router.get("/jobs-curves")
 async def jobs_curves(request: Request) -> Response:
     """Jobs over time, as JSON; not below /jobs/, where any name may be a job's."""
-    return charts_json(monitor_of(request).timeline.charts())
+    return charts_json(await asyncio.to_thread(monitor_of(request).timeline.charts))
+
+
+def _drawn(monitor: Monitor) -> list[tuple[Chart, str]]:
+    return [(chart, points(chart.lines[0].values)) for chart in monitor.timeline.charts()]
 
 
 class HeldBar(NamedTuple):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
 from html import unescape
+from typing import Any
 from urllib.parse import quote, urlencode
 
 import pytest
 
+from sluice.consumers.dashboard.timeline import Timeline
 from sluice.pipeline.errors import ModelError
 from tests.dashboard_site import Site
 from tests.integration.dashboard.asking import OURS, Answer, ask
@@ -55,7 +58,8 @@ def test_the_overview_says_what_goes_on(site: Site) -> None:
 
 
 def test_processes_say_their_engine_guard_version_and_memory(site: Site) -> None:
-    text = until(site, "/workers", "jobs (none is ready)")
+    until(site, "/workers", "jobs (none is ready)")
+    text = until(site, "/workers", " %</td>")  # of the processor: takes two looks
     now, told = re.findall(r"<tr[^>]*><th[^>]*>worker-0<.*?</tr>", text, re.S)
     for wanted in (">v1</td>", "iB</td>", "waiting", " %</td>"):
         assert wanted in now
@@ -73,6 +77,23 @@ def test_a_role_that_failed_says_why(site: Site) -> None:
         site.do(fail())
     text = until(site, "/workers", "ModelError: no such model: &lt;b&gt;")
     assert '<span class="pill bad">failed</span>' in text
+
+
+@pytest.mark.parametrize(("path", "drawing"), [("/jobs", "charts"), ("/jobs-curves", "charts"), ("/workers", "tracks")])
+def test_what_takes_a_while_to_draw_holds_no_other_page_up(
+    site: Site, path: str, drawing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The timeline of a long run has hundreds of bins."""
+    drawn, loops = getattr(Timeline, drawing), list[bool]()
+
+    def noted(timeline: Timeline) -> Any:
+        loops.append(asyncio._get_running_loop() is not None)
+        return drawn(timeline)
+
+    monkeypatch.setattr(Timeline, drawing, noted)
+    assert get(site, path).status == 200
+    assert loops
+    assert not any(loops)
 
 
 def test_weights_are_listed_with_who_serves_them(site: Site) -> None:
