@@ -6,6 +6,7 @@
 | waits for            | unblocked by                                              |
 |----------------------|-----------------------------------------------------------|
 | batches, in `take`   | consumers; the end of the run; `trainer.batch_wait_s`     |
+|                      | since the last batch or group that was filtered           |
 | images, in `take`    | the disk, image servers; `trainer.batch_wait_s`           |
 | the broker           | the broker; `broker.retry_for_s`                          |
 
@@ -46,7 +47,7 @@ from sluice.pipeline.errors import ConfigError, DeadlineExceeded, MessageError, 
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.trained import begin_again, recognise
 from sluice.pipeline.run.role import Role
-from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.status.text import wait_text
 from sluice.pipeline.telemetry import training_metrics
 from sluice.pipeline.weights import versions
@@ -57,6 +58,7 @@ from sluice.pipeline.wire.waits import Wait, WaitKind
 
 T = TypeVar("T")
 _READ = 8  # entries per call
+_FILTERED = "dropped:zero_variance"
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class Session:
     async def take(self) -> list[TrainingSample]:
         """`producer.samples_per_version` samples; fewer at the end of the run, none when it is over or at a stop."""
         wanted, limit_s = self._config.producer.samples_per_version, self._config.trainer.batch_wait_s
-        until, dry = time.monotonic() + limit_s, False
+        until, dry, filtered = time.monotonic() + limit_s, False, -1
         if not self.given and any(each.letters for each in self._given):
             await self._end_dropped(self._given)
             self._given = []
@@ -167,7 +169,10 @@ class Session:
         while sum(len(each.fresh) + len(each.letters) for each in self._next) < wanted and not self._role.stop.is_set():
             if not self._unread:
                 self._role.status.waiting(WaitKind.BATCHES, count=len(self.given) or None)
-                dry = await self._source_is_dry()  # checked first: anything handed off before this is read below
+                now = await self._snapshot()  # first: anything handed off before this is read below
+                dry = _is_dry(now)
+                if now.reasons.get(_FILTERED, 0) != filtered:  # others are on their way in its place
+                    until, filtered = time.monotonic() + limit_s, now.reasons.get(_FILTERED, 0)
                 self._unread.extend(await self._reader.read(_READ, block_ms=1 if dry else 200))
             if self._unread:
                 if not await self._open(self._unread[0]):
@@ -321,20 +326,19 @@ class Session:
 
     async def complete(self) -> bool:
         """Whether nothing is left to train."""
-        return (await snapshot(self._role.client, self._role.keys)).complete
+        return (await self._snapshot()).complete
 
     async def nothing_follows(self) -> bool:
         """Whether the steps since the last commit are the last of the run."""
-        if self._unread or self._next or not await self._source_is_dry():
+        if self._unread or self._next or not _is_dry(await self._snapshot()):
             return False
         return await self._reader.depth() == len(self.state.unacked)
 
     def _show(self) -> None:
         self._role.status.fact(step=self.state.step, version=self.state.version, samples=self.state.samples)
 
-    async def _source_is_dry(self) -> bool:
-        now = await snapshot(self._role.client, self._role.keys)
-        return now.exhausted and now.accepted + now.dead + now.dropped >= now.enqueued
+    async def _snapshot(self) -> Snapshot:
+        return await snapshot(self._role.client, self._role.keys)
 
     def _cause(self) -> str:
         """What `take` is waiting for."""
@@ -464,3 +468,8 @@ class Session:
         scripts, keys, owner = self._role.scripts, self._role.keys, self._owner
         await ack_batches(scripts, keys, owner.key, owner.nonce, pairs, drops)
         self._reader.release([entry_id for entry_id, _ in pairs])
+
+
+def _is_dry(now: Snapshot) -> bool:
+    """Whether everything that the source has was handed on, or ended before."""
+    return now.exhausted and now.accepted + now.dead + now.dropped >= now.enqueued

@@ -365,7 +365,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     keep_rollouts: int | None = 0  # newest steps that keep samples in <run_dir>/<run>/rollouts; None = all
     max_versions: int | None = None  # stop after this version
     claim_gpu: bool = False  # lock a GPU, so that workers on this host leave it alone
-    batch_wait_s: float = 600.0  # without a batch, or the images of one, for this long the trainer ends with an error
+    batch_wait_s: float = 600.0  # without a batch, a filtered group or a batch's images for this long the trainer ends
     torch_threads: int = 1  # 0 = torch's own choice
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,33 @@ async def test_a_wait_without_batches_names_its_cause(
     cause = first_cause(caught.value)
     assert isinstance(cause, DeadlineExceeded)
     assert "no training batch" in str(cause)
+
+
+async def test_groups_that_are_filtered_are_progress(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    """Easy or hard prompts alone: the producer sends others in their place, so the trainer waits on. Then it ends."""
+    config = config_of(broker_config, keys, run_dir, batch_wait_s=2.0)
+    started = time.monotonic()
+
+    async def filter_groups(until_s: float) -> None:
+        while time.monotonic() - started < until_s:
+            for name in ("enqueued", "dropped", "dropped:zero_variance"):
+                await client.hincrby(keys.counts, name, 2)
+            await asyncio.sleep(0.3)
+
+    async def consume() -> None:
+        await filter_groups(5.0)
+        await hand_on(client, keys, 0, 1, last=False)
+        await filter_groups(8.0)
+
+    consuming = asyncio.create_task(consume())
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config, source)
+    await consuming
+    assert "no training batch for 2 s" in str(first_cause(caught.value))
+    assert trained(config).total() == 2
+    assert time.monotonic() - started > 9.5
 
 
 async def test_a_batch_that_the_broker_brings_again_is_counted_but_not_trained(
