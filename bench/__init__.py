@@ -1,7 +1,6 @@
 """`sluice bench NAME`: what the parts of Sluice cost, each next to a baseline.
 
-cli ─▶ NAME.Plan ─▶ NAME.measure ─┬▶ broker, processes, models: what is measured  ─┬▶ harness: numbers, one JSON object
-                                  └▶ child: a function in its own process         ─┘
+cli ─▶ NAME.Plan ─▶ NAME.measure ─▶ broker, processes, engines, models, http ─▶ harness: numbers, one JSON object
 
 pipeline, engine, queue, guard, proximal, rollout, images, operate, scale, truth: a benchmark each, on the harness.
 """

@@ -28,12 +28,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sluice.bench import harness
-from sluice.bench.child import Parent
 from sluice.bench.engines import greedy, make_engine, random_ids
-from sluice.bench.harness import HOME, by_count, play, ratios, say, spread
+from sluice.bench.harness import HOME, BenchPlan, by_count, play, ratios, say, spread
 from sluice.bench.models import ENDLESS_CONTEXT, endless_model
-from sluice.bench.processes import Fleet, cpu_s, enforce_eager, engine_environment, memory_bytes
+from sluice.bench.processes import Fleet, Parent, cpu_s, enforce_eager, engine_environment, memory_bytes
 from sluice.pipeline.errors import EngineError, SluiceError
 
 Run = Callable[[Sequence["Ask"]], Awaitable[list[list[int]]]]
@@ -97,7 +95,7 @@ Round = Mapping[str, Sample]
 """The samples of all sides over the same sequences."""
 
 
-class Plan(harness.Plan, frozen=True, kw_only=True):
+class Plan(BenchPlan, frozen=True, kw_only=True):
     """`rounds` of every count of sequences; by default fewer of many, which take longer and vary less."""
 
     counts: tuple[int, ...] = (32, 128)
@@ -120,12 +118,10 @@ class Plan(harness.Plan, frozen=True, kw_only=True):
 
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
-    """Run the benchmark; the fields of its JSON object.
-
-    `hf_vs_padded`, `hf_vs_continuous`, `vllm_efficiency`: our rate over the peer's, by count of sequences, null if
-    the peer didn't run. `by_cpu`: the same by CPU time. `tok_s`: useful tokens per second of each side.
-    `peak_mb`: peak memory of the side's processes (on CUDA: of the allocator). `startup_s`: from the start of the
-    process to its first token.
+    """`hf_vs_padded`, `hf_vs_continuous`, `vllm_efficiency`: our rate over the peer's, by count of sequences, null if
+    the peer didn't run. `by_cpu`: the same by CPU time. `tok_s`: useful tokens per second of each side. `peak_mb`: peak
+    memory of the side's processes (on CUDA: of the allocator). `startup_s`: from the start of the process to its first
+    token.
     """
     fleets, startup_s = dict[str, Fleet](), dict[str, float]()
     env = {**engine_environment(plan.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -35,7 +35,7 @@ HOME = Path(".sluice/bench")
 SCHEMA_VERSION = 1
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What a benchmark measures: its options by name, and sizes that have none. Numbers are at least 1."""
 
     QUICK: ClassVar[Mapping[str, Any]] = {}  # upper bounds with --quick
@@ -80,7 +80,7 @@ def own_directory() -> Iterator[Path]:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def run(measure: Callable[[Any, Path], Coroutine[Any, Any, dict[str, Any]] | dict[str, Any]], plan: Plan) -> Any:
+def run(measure: Callable[[Any, Path], Coroutine[Any, Any, dict[str, Any]] | dict[str, Any]], plan: BenchPlan) -> Any:
     """The benchmark's result over its plan's numbers (also together, as `sizes`), and `why_no_vllm` if there is one."""
     with own_directory() as home:
         found = measure(plan, home)

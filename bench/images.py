@@ -27,14 +27,12 @@ from typing import Any
 
 import msgspec
 
-from sluice.bench import harness
 from sluice.bench.broker import Broker, enqueue, new_job, own_broker
-from sluice.bench.child import Parent
 from sluice.bench.engines import loaded
-from sluice.bench.harness import HOME, say
+from sluice.bench.harness import HOME, BenchPlan, say
 from sluice.bench.models import pictures_model
 from sluice.bench.pipeline import RUN, Sink
-from sluice.bench.processes import START_S, Fleet, engine_environment, memory_bytes, run_settings
+from sluice.bench.processes import START_S, Fleet, Parent, engine_environment, memory_bytes, run_settings
 from sluice.pipeline.config import Config, load_config
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.images.features import vision_tensors
@@ -52,7 +50,7 @@ _MAX_BATCH = 32
 _SEED = 21
 
 
-class Plan(harness.Plan, frozen=True, kw_only=True):
+class Plan(BenchPlan, frozen=True, kw_only=True):
     scenes: int = 64
     group: int = 4  # sequences of each scene
     rounds: int = 3
@@ -63,11 +61,9 @@ class Plan(harness.Plan, frozen=True, kw_only=True):
 
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
-    """Run the benchmark; the fields of its JSON object.
-
-    `share`: of the total time of all stages. `peak_mb`: resident memory of the worker and its decoding processes, the
-    sum of their peaks, by number of pictures in flight. `tower_passes_per_picture`: by part, and by whether the vision
-    tower is frozen or trained; worker and scorer over two versions, the trainer over two steps.
+    """`share`: of the total time of all stages. `peak_mb`: resident memory of the worker and its decoding processes,
+    the sum of their peaks, by number of pictures in flight. `tower_passes_per_picture`: by part, and by whether the
+    vision tower is frozen or trained; worker and scorer over two versions, the trainer over two steps.
     """
     from sluice.demo.digits.pictures import save_picture
     from sluice.demo.pictures.data import pictured_scenes

@@ -28,10 +28,9 @@ import aiohttp
 import msgspec
 from msgspec.structs import replace
 
-from sluice.bench import harness
 from sluice.bench import pipeline as bench_pipeline
 from sluice.bench.broker import CHUNK, Broker, decode_job, enqueue, own_broker
-from sluice.bench.harness import HOME, aim, median_of, percentile, play, ratios, say, spread, until
+from sluice.bench.harness import HOME, BenchPlan, aim, median_of, percentile, play, ratios, say, spread, until
 from sluice.bench.http import free_ports, get_s, open_session, until_healthy
 from sluice.bench.models import demo_model
 from sluice.bench.pipeline import QueuedEngines, Sample
@@ -73,7 +72,7 @@ _FLUSH_EVERY = 500
 _PROCESSES = 16
 
 
-class Plan(harness.Plan, frozen=True, kw_only=True):
+class Plan(BenchPlan, frozen=True, kw_only=True):
     sequences: int = msgspec.field(default=100_000, name="finished")  # in the history
     queued: int = 512  # jobs in the queue, and as many dead letters
     requests: int = 40  # of each page
@@ -86,12 +85,10 @@ class Plan(harness.Plan, frozen=True, kw_only=True):
 
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
-    """Run the benchmark; the fields of its JSON object.
-
-    `dashboard_p95_ms`: milliseconds by page, with `finished` sequences in the history (`dashboard_p95_ms_max`: of the
-    slowest page; `curves`, `search`, `group`, `compare`: four of them). `indexed_s`: seconds until the dashboard has
-    indexed that history. `help_s`: seconds of `sluice --help`, median. `metrics_overhead`: 1 - tokens per second with
-    metrics scraped every second over tokens per second without, median of the rounds.
+    """`dashboard_p95_ms`: milliseconds by page, with `finished` sequences in the history (`dashboard_p95_ms_max`: of
+    the slowest page; `curves`, `search`, `group`, `compare`: four of them). `indexed_s`: seconds until the dashboard
+    has indexed that history. `help_s`: seconds of `sluice --help`, median. `metrics_overhead`: 1 - tokens per second
+    with metrics scraped every second over tokens per second without, median of the rounds.
     """
     found: dict[str, Any] = {"help_s": median([_help_s() for _ in range(plan.helps + 1)][1:])}
     say(f"help: {found['help_s']:.3f} s")

@@ -19,13 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from sluice.bench import harness
 from sluice.bench.broker import Broker, enqueue, new_job, own_broker
-from sluice.bench.child import Parent
 from sluice.bench.engines import loaded
-from sluice.bench.harness import HOME, median_of, percentile, play, ratios, say
+from sluice.bench.harness import HOME, BenchPlan, median_of, percentile, play, ratios, say
 from sluice.bench.models import demo_model
-from sluice.bench.processes import START_S, Fleet, run_settings
+from sluice.bench.processes import START_S, Fleet, Parent, run_settings
 from sluice.pipeline.broker.streams import result_reader
 from sluice.pipeline.config import load_config
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
@@ -41,7 +39,7 @@ _WARM_TOKENS, _WARM_ROUNDS = 32, 5
 _BARE_S, _IDLE_S = 600.0, 120.0
 
 
-class Plan(harness.Plan, frozen=True, kw_only=True):
+class Plan(BenchPlan, frozen=True, kw_only=True):
     """Counts are per round; without a model, a tiny one decodes the demo's scenes."""
 
     sequences: int
@@ -88,11 +86,9 @@ Round = Mapping[str, Sample]
 
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
-    """Run the benchmark; the fields of its JSON object.
-
-    `bytes_per_token`: bytes the broker received during the pipeline's rounds, by its own count, per token
-    decoded. `result_bytes_per_token`: the part of it due to result entries.
-    `latency_*_s`: from the queue's `enqueued_at` to the arrival in the sink, decoding included.
+    """`bytes_per_token`: bytes the broker received during the pipeline's rounds, by its own count, per token decoded.
+    `result_bytes_per_token`: the part of it due to result entries. `latency_*_s`: from the queue's `enqueued_at` to the
+    arrival in the sink, decoding included.
     """
     settings = plan.settings()
     async with own_broker(home / "broker") as broker, Fleet("worker", home) as workers, Fleet("bare", home) as bare:

@@ -1,7 +1,9 @@
 """The child processes of a benchmark: started, queried, paused while the other side is measured, and always ended.
 
-They are process groups of this session: if this process is killed while they are paused, the kernel wakes and ends
-them (an orphaned group with a stopped member gets SIGHUP and SIGCONT).
+A child runs `async def serve(parent, *arguments)`, as `python -m sluice.bench.processes MODULE FUNCTION ARGUMENTS`.
+Messages are one JSON object per line: requests on stdin, answers on the original stdout; what libraries print goes to
+the log. Each is a process group of this session: if this process is killed while they are paused, the kernel wakes and
+ends them (an orphaned group with a stopped member gets SIGHUP and SIGCONT).
 """
 
 from __future__ import annotations
@@ -13,15 +15,15 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import msgspec
 
-from sluice.bench import child
 from sluice.pipeline.child_process import tethered
-from sluice.pipeline.errors import DeadlineExceeded, SluiceError
+from sluice.pipeline.errors import DeadlineExceeded, SluiceError, first_cause
 from sluice.pipeline.run.supervisor import last_line, sluice_command
 
 T = TypeVar("T")
@@ -36,6 +38,32 @@ _GRACE_S = 5.0
 _EXIT_S = 0.5  # from the end of a process's output to its exit code
 _LINE_LIMIT = 1 << 26  # a bare engine's answer is one line
 _FAILED = b'{"type":"failed"'
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Why a child did not serve a request; it ends."""
+
+    why: str
+
+
+class Parent:
+    """A child's side of the connection."""
+
+    def __init__(self, answers: IO[bytes]) -> None:
+        self._answers = answers
+
+    def tell(self, what: Any) -> None:
+        self._answers.write(msgspec.json.encode(what) + b"\n")
+        self._answers.flush()
+
+    async def line(self) -> str:
+        """The next line; empty once the parent has closed the pipe."""
+        return await asyncio.to_thread(sys.stdin.readline)
+
+    async def requests(self, kind: type[T]) -> AsyncIterator[T]:
+        """All requests, until the parent closes the pipe."""
+        while line := await self.line():
+            yield msgspec.json.decode(line, type=kind)
 
 
 class Fleet:
@@ -76,7 +104,7 @@ class Fleet:
     async def start_child(
         self, serve: Callable[..., Any], arguments: Sequence[Any] = (), env: dict[str, str] | None = None
     ) -> None:
-        """Start one more that runs this function, see `sluice.bench.child`."""
+        """Start one more that runs this function."""
         await self.start(child_command(serve, arguments), env, piped=True)
 
     def send(self, what: Any) -> None:
@@ -93,7 +121,7 @@ class Fleet:
         lines = await self._lines(deadline_s)
         for index, line in enumerate(lines):
             if line.startswith(_FAILED):
-                why = msgspec.json.decode(line, type=child.Failed).why
+                why = msgspec.json.decode(line, type=Failed).why
                 raise SluiceError(f"{self._kind}-{index} failed: {why}")
         return [msgspec.json.decode(line, type=kind) for line in lines]
 
@@ -187,8 +215,9 @@ def _proc(pid: int | str, name: str, *, children: bool = True) -> Iterator[str]:
 
 
 def child_command(serve: Callable[..., Any], arguments: Sequence[Any] = ()) -> list[str]:
-    """The command of a process that runs this function, see `sluice.bench.child`."""
-    return [sys.executable, "-P", "-m", child.__name__, serve.__module__, serve.__name__, json.dumps(arguments)]
+    """The command of a process that runs this function."""
+    module = "sluice.bench.processes"
+    return [sys.executable, "-P", "-m", module, serve.__module__, serve.__name__, json.dumps(arguments)]
 
 
 def engine_environment(threads: int = 1) -> dict[str, str]:
@@ -213,3 +242,20 @@ def run_settings(run: str, model: Path, *more: str) -> list[str]:
     """The configuration of a benchmark's run as `KEY=VALUE`: one thread each, no GPU claimed, a task without images."""
     common = ["worker.claim_gpu=false", "worker.torch_threads=1", "rollout_matching.task=exact_answer"]
     return [f"run={run}", f"model.path={model}", *common, *more]
+
+
+def main(module: str, function: str, arguments: str) -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # whole lines, even from a killed process
+    parent = Parent(answers)
+    try:
+        asyncio.run(getattr(import_module(module), function)(parent, *json.loads(arguments)))
+    except Exception as error:
+        cause = first_cause(error)
+        parent.tell(Failed(f"{type(cause).__name__}: {cause}"))
+        raise
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -31,10 +31,9 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from sluice.bench import harness
 from sluice.bench.broker import Broker, in_flight, own_broker
 from sluice.bench.engines import greedy, loaded
-from sluice.bench.harness import HOME, aim, in_turns, median_of, percentile, play, ratios, say, spread
+from sluice.bench.harness import HOME, BenchPlan, aim, in_turns, median_of, percentile, play, ratios, say, spread
 from sluice.bench.http import first_text_s, free_ports, open_session, post, until_healthy
 from sluice.bench.models import NUM_TURNS, TURN_TOKENS, agent_model, conversation, prompt_text
 from sluice.bench.processes import Fleet, engine_environment, run_settings
@@ -58,7 +57,7 @@ Pair = Mapping[str, float]
 """Seconds through the `gateway`, and `direct` on the engine."""
 
 
-class Plan(harness.Plan, frozen=True, kw_only=True):
+class Plan(BenchPlan, frozen=True, kw_only=True):
     """Counts, and lengths in tokens."""
 
     prompt_words: int = 60  # per prompt; the chat template adds a few tokens
@@ -88,12 +87,10 @@ class Bench(NamedTuple):
 
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
-    """Run the benchmark; the fields of its JSON object.
-
-    `rollouts_s`: rollouts per second through rollout server, gateway and a worker (`rollouts_s_direct`: their turns on
-    the engine alone). `added_ms_p50`, `added_ms_p99`: milliseconds that gateway, queue and worker add to one call, over
-    pairs. `gateway_vs_vllm_serve`: completion tokens per second, over vLLM's own server (None: see
-    `why_no_vllm`); `with_logprobs`: the same for requests with logprobs.
+    """`rollouts_s`: rollouts per second through rollout server, gateway and a worker (`rollouts_s_direct`: their turns
+    on the engine alone). `added_ms_p50`, `added_ms_p99`: milliseconds that gateway, queue and worker add to one call,
+    over pairs. `gateway_vs_vllm_serve`: completion tokens per second, over vLLM's own server (None: see `why_no_vllm`);
+    `with_logprobs`: the same for requests with logprobs.
     """
     model = agent_model(HOME)
     async with own_broker(home / "broker") as broker, open_session() as session:

@@ -21,12 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from sluice.bench import harness
 from sluice.bench.broker import Broker, chunks, decode_job, enqueue, in_flight, own_broker, run_config
-from sluice.bench.child import Parent
-from sluice.bench.harness import HOME, by_count, say, until, write_rows
+from sluice.bench.harness import HOME, BenchPlan, by_count, say, until, write_rows
 from sluice.bench.models import demo_model
-from sluice.bench.processes import Fleet, memory_bytes, run_settings
+from sluice.bench.processes import Fleet, Parent, memory_bytes, run_settings
 from sluice.bench.queue.race import noop
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.pipeline import logs
@@ -51,7 +49,7 @@ _LOOK_S, _STUCK_S, _EXPIRY_S = 0.05, 120.0, 30.0
 _OTHER_KEYS = 10  # expiring keys: claims of roles
 
 
-class Plan(harness.Plan, frozen=True, kw_only=True):
+class Plan(BenchPlan, frozen=True, kw_only=True):
     """`count` jobs are queued, and as many sequences go through a run."""
 
     count: int
@@ -62,14 +60,12 @@ class Plan(harness.Plan, frozen=True, kw_only=True):
 
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
-    """Run the benchmark; the fields of its JSON object.
-
-    `redis_bytes_per_queued_job`: with credit lifted. `claim_us`, `renewal_share`: with many workers that lease 32 jobs
-    each from that queue. `us_per_sequence`: mean time of the last hundredth of the sequences at each mark, in one run.
-    `cpu_us_per_sequence`: CPU time of each role between the last two marks; `cpu_us_at_marks`: over the same
-    sequences as `us_per_sequence`.
-    `rss_growth_share`: of each role, from the second mark to the last. `redis_bytes_end`: once the run is over.
-    `idle_broker_share_100_workers`: of one core, by `idle_workers` workers without a job.
+    """`redis_bytes_per_queued_job`: with credit lifted. `claim_us`, `renewal_share`: with many workers that lease 32
+    jobs each from that queue. `us_per_sequence`: mean time of the last hundredth of the sequences at each mark, in one
+    run. `cpu_us_per_sequence`: CPU time of each role between the last two marks; `cpu_us_at_marks`: over the same
+    sequences as `us_per_sequence`. `rss_growth_share`: of each role, from the second mark to the last.
+    `redis_bytes_end`: once the run is over. `idle_broker_share_100_workers`: of one core, by `idle_workers` workers
+    without a job.
     """
     async with own_broker(home / "idle") as broker:
         found: dict[str, Any] = await _idle(plan, broker, home)

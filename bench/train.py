@@ -22,10 +22,8 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from sluice.bench import harness
-from sluice.bench.child import Parent
-from sluice.bench.harness import aim, median_of, play, ratios, spread
-from sluice.bench.processes import WORK_S, Fleet, engine_environment, memory_bytes
+from sluice.bench.harness import BenchPlan, aim, median_of, play, ratios, spread
+from sluice.bench.processes import WORK_S, Fleet, Parent, engine_environment, memory_bytes
 
 _ADVANTAGES = (1.0, -1.0)
 _PROMPT = 16  # tokens
@@ -33,7 +31,7 @@ _BEHAVIOUR = -12.0  # nats; the logprob that the canned tokens claim
 _SEED = 7
 
 
-class Plan(harness.Plan, frozen=True, kw_only=True):
+class Plan(BenchPlan, frozen=True, kw_only=True):
     rounds: int = 3
     tokens: int = 8192  # of a row
     rows: int = 2
@@ -56,9 +54,8 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
-    """Run the benchmark; the fields of its JSON object.
-
-    `peak_vs_plain`: our peak memory over that of plain passes. `tok_s_vs_trl`: our rate over TRL's, null without TRL.
+    """`peak_vs_plain`: our peak memory over that of plain passes. `tok_s_vs_trl`: our rate over TRL's, null without
+    TRL.
     """
     tokens = plan.rows * plan.tokens
 

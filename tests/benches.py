@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sluice.bench.child import Parent
 from sluice.bench.harness import HOME
+from sluice.bench.processes import Parent
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,7 +39,7 @@ def left_behind(cwd: Path) -> list[str]:
 
 
 async def serve_shares(parent: Parent, number: int) -> None:
-    """A child of `sluice.bench.child`: tells each request's share of `number`."""
+    """A child of `sluice.bench.processes`: tells each request's share of `number`."""
     async for request in parent.requests(int):
         print("what a library says")
         parent.tell(number / request)

@@ -26,13 +26,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sluice.bench import harness
-from sluice.bench.child import Parent
 from sluice.bench.engines import greedy, make_engine, random_ids
 from sluice.bench.guard.rule_cost import ANY_PERIOD, DEFAULTS, ns_per_token
-from sluice.bench.harness import HOME, run_interruptible, say, write_rows
+from sluice.bench.harness import HOME, BenchPlan, run_interruptible, say, write_rows
 from sluice.bench.models import HEALTHY, LEAD, LOOPING_CONTEXT, Chains, endless_model, looping_model, word
-from sluice.bench.processes import Fleet, engine_environment, run_settings
+from sluice.bench.processes import Fleet, Parent, engine_environment, run_settings
 from sluice.consumers.training.step_log import read_steps
 from sluice.pipeline.config import Config, load_config
 from sluice.pipeline.config.types import RepeatTerminateConfig
@@ -61,7 +59,7 @@ _COUNTERS = {
 }
 
 
-class Plan(harness.Plan, frozen=True, kw_only=True):
+class Plan(BenchPlan, frozen=True, kw_only=True):
     """`counts` of sequences for the step share; `sequences` of the loop-prone workload, of `longest` new tokens."""
 
     counts: tuple[int, ...]
@@ -87,16 +85,12 @@ class Plan(harness.Plan, frozen=True, kw_only=True):
 
 
 def measure(plan: Plan, home: Path) -> dict[str, Any]:
-    """Run the benchmark; the fields of its JSON object.
-
-    `step_share`: guard time over step time inside the engine's process, by backend and number of sequences.
+    """`step_share`: guard time over step time inside the engine's process, by backend and number of sequences.
     `ns_per_token`, `naive_ns_per_token`, `upstream_ns_per_token`: of the rule alone, see `guard.rule_cost`;
-    `any_period_ns_per_token` and `object_keys_ns_per_token` with that one key more.
-    `saved_share`: tail tokens saved by the guard, over an oracle's;
-    `saved_share_any_period`: the same with that key; `saved_share_ceiling`: the maximum for any rule armed after
-    `min_new_tokens`.
-    `trained_per_s`, `tokens`: of whole runs without the guard and with it; `triggered` and `tokens_saved`: the
-    second run's own metrics. Null if a part didn't run.
+    `any_period_ns_per_token` and `object_keys_ns_per_token` with that one key more. `saved_share`: tail tokens saved by
+    the guard, over an oracle's; `saved_share_any_period`: the same with that key; `saved_share_ceiling`: the maximum
+    for any rule armed after `min_new_tokens`. `trained_per_s`, `tokens`: of whole runs without the guard and with it;
+    `triggered` and `tokens_saved`: the second run's own metrics. Null if a part didn't run.
     """
     alone = ns_per_token(plan.rounds, plan.stream_tokens, vllm="vllm" in plan.backends)
     say("ns a token: " + ", ".join(f"{name} {value}" for name, value in alone["ns_by_stream"].items()))

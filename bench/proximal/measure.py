@@ -19,11 +19,10 @@ import msgspec
 import torch
 
 from sluice.bench.broker import Broker, enqueue, new_job, own_broker
-from sluice.bench.child import Parent
 from sluice.bench.engines import loaded, make_engine, random_ids
 from sluice.bench.harness import HOME, aim, say
 from sluice.bench.models import ENDLESS_CONTEXT, endless_model
-from sluice.bench.processes import START_S, Fleet, engine_environment, run_settings
+from sluice.bench.processes import START_S, Fleet, Parent, engine_environment, run_settings
 from sluice.bench.proximal.updates import Plan, score_cost, throughput
 from sluice.bench.proximal.valid_share import valid_share
 from sluice.bench.proximal.versions import Published, Publisher, Variants, ensure_variants
@@ -57,12 +56,10 @@ class Bench(NamedTuple):
 
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
-    """Run the benchmark; the fields of its JSON object.
-
-    `publish_to_first_token_s`: see above. `score_cost_ratio`: an update that re-prefills and
-    scores, over one that only re-prefills (`vs_kv_recompute`) and over one decode step (`vs_no_update`).
-    `tok_s_by_interval`: tokens per second by steps between updates. `valid_share`: by versions in the queue.
-    `aims`: each target, and whether it was met; `measured`: the conditions, in words.
+    """`publish_to_first_token_s`: see above. `score_cost_ratio`: an update that re-prefills and scores, over one that
+    only re-prefills (`vs_kv_recompute`) and over one decode step (`vs_no_update`). `tok_s_by_interval`: tokens per
+    second by steps between updates. `valid_share`: by versions in the queue. `aims`: each target, and whether it was
+    met; `measured`: the conditions, in words.
     """
     model = endless_model(HOME)
     return {

@@ -32,9 +32,8 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from sluice.bench import harness
 from sluice.bench.engines import random_ids
-from sluice.bench.harness import play, ratios, spread, why_no_vllm
+from sluice.bench.harness import BenchPlan, play, ratios, spread, why_no_vllm
 from sluice.bench.models import ENDLESS_CONTEXT
 from sluice.bench.processes import cpu_s
 from sluice.bench.proximal.versions import COUNT, Variants
@@ -56,7 +55,7 @@ Segment = tuple[int, float]
 """Tokens, seconds."""
 
 
-class Plan(harness.Plan, frozen=True, kw_only=True):
+class Plan(BenchPlan, frozen=True, kw_only=True):
     """Counts, and lengths in tokens; the same for every engine."""
 
     backends: str = "hf,vllm"

@@ -31,9 +31,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from sluice.bench.broker import Broker, chunks, decode_job, enqueue, enqueue_calls, in_flight, own_broker, run_config
-from sluice.bench.child import Parent
 from sluice.bench.harness import by_count, percentile, say, until
-from sluice.bench.processes import child_command
+from sluice.bench.processes import Parent, child_command
 from sluice.bench.queue.race import MAX_JOBS, SAQ_MISSING, SYSTEMS, Ours, Plan, Race, saq_is_installed
 from sluice.pipeline.broker.connection import ping
 from sluice.pipeline.config.types import UpConfig
@@ -60,10 +59,8 @@ _BACKOFF = UpConfig(restart_backoff_s=0.1)
 
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
-    """Run the benchmark; the fields of its JSON object.
-
-    `*_jobs_s`: median of the rounds, by number of worker processes. `claims_per_job`: claimed jobs over all jobs; a job
-    claimed by two workers counts twice. `claim_calls_per_job`: claim calls that returned jobs, over all jobs.
+    """`*_jobs_s`: median of the rounds, by number of worker processes. `claims_per_job`: claimed jobs over all jobs; a
+    job claimed by two workers counts twice. `claim_calls_per_job`: claim calls that returned jobs, over all jobs.
     `ours_vs_*`: median of the rounds' ratios at 2 workers. `ours_worker_us`, `ours_broker_us`: CPU time per job.
     `spread`: slowest and fastest round. `aof`: each broker's AOF setting. `deaths`: by number of workers, seconds for
     `deaths_jobs` jobs of `deaths_job_s` seconds, without kills (`quiet_s`) and with `deaths_kills` kills (`killed_s`).

@@ -23,11 +23,9 @@ import arq
 import msgspec
 from arq.logs import default_log_config
 
-from sluice.bench import harness
 from sluice.bench.broker import Broker, enqueue_calls, in_flight, run_config
-from sluice.bench.child import Parent
-from sluice.bench.harness import by_count, median_of, play, ratios, spread, until
-from sluice.bench.processes import Fleet
+from sluice.bench.harness import BenchPlan, by_count, median_of, play, ratios, spread, until
+from sluice.bench.processes import Fleet, Parent
 from sluice.pipeline.broker.connection import connect
 from sluice.pipeline.logs import configure
 from sluice.pipeline.queue import ArqWorker, Claimed, arq_pool, arq_redis_settings
@@ -223,7 +221,7 @@ class Saq(System):
         return not await self._queue.count("incomplete")
 
 
-class Plan(harness.Plan, frozen=True, kw_only=True):
+class Plan(BenchPlan, frozen=True, kw_only=True):
     """Seconds and counts are per round; `jobs` are ours, the others get as many as they end in `seconds`."""
 
     workers: tuple[int, ...] = (1, 2, 4, 8)

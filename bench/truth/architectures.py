@@ -29,21 +29,15 @@ Config = Any  # transformers.PreTrainedConfig
 hf: Any = transformers  # its configuration classes don't declare every argument they accept
 
 
+_SHAPE = {  # of the text part; head size 32, which vLLM's CPU attention supports
+    "vocab_size": _VOCABULARY, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "bos_token_id": None,
+    "eos_token_id": _END, "pad_token_id": _PAD, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
 def _text(**own: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": _VOCABULARY,
-        "hidden_size": 128,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,  # head size 32, which vLLM's CPU attention supports
-        "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT,
-        "bos_token_id": None,
-        "eos_token_id": _END,
-        "pad_token_id": _PAD,
-        "tie_word_embeddings": False,
-        **own,
-    }
+    return {**_SHAPE, **own}
 
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

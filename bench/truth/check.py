@@ -37,8 +37,7 @@ _ROWS = {
 }
 MakeBackend = Callable[[Path, int], Backend]
 _BATCH = 4
-TOLERANCE = 1e-4
-"""Nats that a logprob may be off; greedy tokens may differ where the two best are nearer to each other."""
+TOLERANCE = 1e-4  # nats that a logprob may be off; greedy tokens may differ where the two best are nearer
 
 
 @dataclass(frozen=True)
@@ -87,13 +86,27 @@ class Finding:
     def wrong(self) -> int:
         return sum(part.wrong for part in (self.decoding, self.training) if part)
 
+    def fields(self) -> dict[str, Any]:
+        decoding, training = self.decoding, self.training
+        return {
+            "decoding": "served" if decoding else "refused",
+            "decoded_by": "hf" if decoding else None,
+            "decode_difference": decoding.difference if decoding else None,
+            "training": "served" if training else "refused",
+            "trained_in": self.layout,
+            "training_difference": training.difference if training else None,
+            "packed_difference": self.packed_difference,
+            "tokens_checked": self.checked,
+            "tokens_wrong": self.wrong,
+            **({"reasons": self.reasons} if self.reasons else {}),
+        }
+
 
 def measure(names: Iterable[str], *, quick: bool) -> dict[str, Any]:
     """Check these architectures, or all; raises ConfigError for one that isn't in the matrix."""
     chosen = list(dict.fromkeys(names)) or list(ARCHITECTURES)
-    for name in chosen:
-        if name not in ARCHITECTURES:
-            raise ConfigError(f"no architecture {name!r} in the matrix; choose from {', '.join(ARCHITECTURES)}")
+    if unknown := [name for name in chosen if name not in ARCHITECTURES]:
+        raise ConfigError(f"no architecture {unknown[0]!r} in the matrix; choose from {', '.join(ARCHITECTURES)}")
     torch.set_num_threads(1)
     logs.configure("bench", logging.ERROR)
     findings: list[Finding] = []
@@ -104,23 +117,7 @@ def measure(names: Iterable[str], *, quick: bool) -> dict[str, Any]:
     return {
         "tokens_checked": sum(finding.checked for finding in findings),
         "tokens_wrong": sum(finding.wrong for finding in findings),
-        "architectures": {finding.name: _fields(finding) for finding in findings},
-    }
-
-
-def _fields(finding: Finding) -> dict[str, Any]:
-    decoding, training = finding.decoding, finding.training
-    return {
-        "decoding": "refused" if decoding is None else "served",
-        "decoded_by": None if decoding is None else "hf",
-        "decode_difference": None if decoding is None else decoding.difference,
-        "training": "refused" if training is None else "served",
-        "trained_in": finding.layout,
-        "training_difference": None if training is None else training.difference,
-        "packed_difference": finding.packed_difference,
-        "tokens_checked": finding.checked,
-        "tokens_wrong": finding.wrong,
-        **({"reasons": finding.reasons} if finding.reasons else {}),
+        "architectures": {finding.name: finding.fields() for finding in findings},
     }
 
 
@@ -217,16 +214,11 @@ def _train(finding: Finding, policy: Any, sequences: Sequence[list[int]], sizes:
 
 
 def _sample(at: int, token_ids: list[int]) -> TrainingSample:
+    ids, weights, segments = TokenArray(token_ids), FloatArray([1.0] * len(token_ids)), Runs([(0, len(token_ids))])
     return TrainingSample(
-        seq_id=f"truth:{at}",
-        group_id="truth",
-        task="truth",
-        token_ids=TokenArray(token_ids),
-        labels=TokenArray(token_ids),
-        weights=FloatArray([1.0] * len(token_ids)),
-        segments=Runs([(0, len(token_ids))]),
-        prompt_len=0,
-    )
+        seq_id=f"truth:{at}", group_id="truth", task="truth", token_ids=ids, labels=ids, weights=weights,
+        segments=segments, prompt_len=0,
+    )  # fmt: skip
 
 
 class Generated(NamedTuple):
@@ -241,15 +233,9 @@ class Generated(NamedTuple):
 def generate(model: Any, prompt: Sequence[int], count: int) -> Generated:
     """Exactly `count` tokens: an end of sequence is a token like any other."""
     ids = torch.tensor([list(prompt)])
-    made = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=count,
-        eos_token_id=-1,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    how = {"do_sample": False, "max_new_tokens": count, "eos_token_id": -1, "output_logits": True}
+    mask = torch.ones_like(ids)
+    made = model.generate(input_ids=ids, attention_mask=mask, return_dict_in_generate=True, **how)
     scores = torch.log_softmax(torch.cat(made.logits).float(), dim=-1)
     best = scores.topk(2, dim=-1).values
     tokens = made.sequences[0, len(prompt) :]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sluice.bench.harness import Plan, aim, play, ratios
+from sluice.bench.harness import BenchPlan, aim, play, ratios
 from sluice.bench.processes import Fleet
 from sluice.pipeline.errors import ConfigError, SluiceError
 from tests.benches import ROOT, serve_shares
@@ -38,7 +38,7 @@ async def test_a_round_that_is_refused_ends_the_benchmark() -> None:
         await play(3, ("ours", "theirs"), one, ended)
 
 
-class Sizes(Plan, frozen=True, kw_only=True):
+class Sizes(BenchPlan, frozen=True, kw_only=True):
     counts: tuple[int, ...] = (1, 2)
     rounds: int = 3
     longest: int = 512
