@@ -10,7 +10,7 @@ from typing import Any
 from sluice.pipeline.config import resolved_yaml
 from sluice.pipeline.wire.keys import Keys
 from tests.e2e.processes import environment, launch
-from tests.integration.handoff.test_rollouts import MakeRun
+from tests.training_loops import MakeRun
 
 LOOP = """
 import sys

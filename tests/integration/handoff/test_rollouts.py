@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
-import signal
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,71 +13,25 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from msgspec.structs import replace
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
 
 from sluice.consumers.training.checkpoint import TrainerState, read_state, write_state
 from sluice.consumers.training.handoff import RolloutDataset, Rollouts
 from sluice.consumers.training.session import Session
 from sluice.consumers.training.step_log import StepRecords, read_rollouts, read_steps
-from sluice.pipeline.broker import connection
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import (
     ConfigError,
     DeadlineExceeded,
     LeaseLost,
-    MessageError,
-    ModelError,
     SluiceError,
     TaskError,
 )
-from sluice.pipeline.status.snapshot import Snapshot, snapshot
-from sluice.pipeline.weights import versions
-from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.versions import verify
 from sluice.pipeline.wire.keys import BATCH_GROUP, Keys
-from sluice.pipeline.wire.messages import DeadLetter, ImageRef, TrainingBatch, decode, encode
+from sluice.pipeline.wire.messages import TrainingBatch, encode
 from tests.integration.test_trainer import train
 from tests.trainers import random_sample
-
-MakeRun = Callable[..., Config]
-
-
-def look(config: Config) -> Snapshot:
-    async def read() -> Snapshot:
-        client = connection.connect(config.broker)
-        try:
-            return await snapshot(client, Keys(config.run))
-        finally:
-            await client.aclose()
-
-    return asyncio.run(read())
-
-
-def manifest_of(config: Config, version: int) -> Any:
-    async def read() -> Any:
-        client = connection.connect(config.broker)
-        try:
-            return await WeightsRegistry(client, Keys(config.run)).get(version)
-        finally:
-            await client.aclose()
-
-    return asyncio.run(read())
-
-
-def load(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-
-def run_of(config: Config) -> Path:
-    return Path(config.run_dir) / config.run
-
-
-def trained(config: Config) -> list[str]:
-    return [seq_id for line in read_steps(run_of(config) / "trained.jsonl") for seq_id in line["seq_ids"]]
-
-
-def ids(count: int) -> list[str]:
-    return [f"{number}-{member}:0" for number in range(count) for member in range(2)]
+from tests.training_loops import MakeRun, ctrl_c, ids, load, look, manifest_of, run_of, trained
 
 
 def test_a_loop_trains_publishes_and_ends_with_the_run(make_run: MakeRun) -> None:
@@ -127,48 +77,6 @@ def test_what_was_given_and_not_finished_comes_again(make_run: MakeRun) -> None:
     assert again == [first["seq_ids"], ids(2)[2:]]
     assert trained(config) == ids(2)
     assert look(config).trained == 4
-
-
-@pytest.mark.parametrize(
-    "cut",
-    ["before the log lines", "after the log lines", "before the version", "before its registration", "before the ack"],
-)
-def test_each_batch_is_in_the_weights_once_wherever_publishing_is_cut_off(
-    make_run: MakeRun, cut: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The version directory decides: what it names is finished, what it does not comes again."""
-    config = make_run(2)
-
-    async def ends(*_: Any, **__: Any) -> None:
-        raise RuntimeError(cut)
-
-    def ends_at_once(*_: Any) -> None:
-        raise RuntimeError(cut)
-
-    places: dict[str, tuple[Any, str, Any]] = {
-        "before the log lines": (StepRecords, "write", ends_at_once),
-        "after the log lines": (StepRecords, "show", ends),
-        "before the version": (versions, "write_version", ends_at_once),
-        "before its registration": (Session, "_register", ends),
-        "before the ack": (Session, "_ack", ends),
-    }
-    with Rollouts(config) as rollouts:
-        model = load(rollouts.model_path)
-        next(rollouts.batches())
-        with monkeypatch.context() as patch:
-            patch.setattr(*places[cut])
-            with pytest.raises(RuntimeError, match=cut):
-                rollouts.publish(model)
-    with Rollouts(config) as rollouts:
-        held = 1 if cut in ("before its registration", "before the ack") else 0
-        assert rollouts.version == held
-        assert look(config).latest_version == held
-        given = [batch["seq_ids"] for batch in rollouts.batches()]
-        assert given == ([ids(2)[:2], ids(2)[2:]] if not held else [ids(2)[2:]])
-        rollouts.publish(model)
-    assert sorted(trained(config)) == ids(2)
-    now = look(config)
-    assert (now.trained, now.complete) == (4, True)
 
 
 def test_ids_that_the_callers_checkpoint_holds_are_not_given_again(make_run: MakeRun) -> None:
@@ -218,25 +126,6 @@ def test_waiting_for_batches_has_a_deadline_with_a_cause(make_run: MakeRun) -> N
         rollouts.done()
 
 
-def test_what_is_no_model_of_this_run_is_not_published(make_run: MakeRun, tmp_path: Path) -> None:
-    config = make_run(1)
-    with Rollouts(config) as rollouts:
-        with pytest.raises(ModelError, match=r"tensors differ from .*linear\.weight"):
-            rollouts.publish(_Adapter())
-        for wrong, words in ((tmp_path / "nosuch", "no such directory"), (torch.nn.Linear(1, 1), "no save_pretrained")):
-            with pytest.raises(ModelError, match=words):
-                rollouts.publish(wrong)
-        assert rollouts.publish(rollouts.model_path) == 1, "a directory of a saved model is one"
-    assert not list(run_of(config).rglob("*.tmp"))
-
-
-class _Adapter:
-    def save_pretrained(self, directory: Path) -> None:
-        from safetensors.torch import save_file
-
-        save_file({"linear.weight": torch.zeros(1)}, directory / "adapter_model.safetensors")
-
-
 def test_a_data_loader_gives_the_same_batches_in_one_process_alone(make_run: MakeRun) -> None:
     config = make_run(2)
     with Rollouts(config) as rollouts:
@@ -274,141 +163,6 @@ def test_what_done_finished_never_comes_again_though_its_ack_was_cut_off(
     assert look(config).complete
 
 
-def test_a_publish_that_failed_is_tried_again_as_the_same_step(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_run(2)
-
-    def full(*_: Any) -> None:
-        raise OSError("no space left on device")
-
-    with Rollouts(config) as rollouts:
-        batches = rollouts.batches()
-        next(batches)
-        with monkeypatch.context() as patch:
-            patch.setattr(versions, "write_version", full)
-            with pytest.raises(OSError, match="no space"):
-                rollouts.publish(rollouts.model_path)
-        assert look(config).trained == 0
-        assert rollouts.publish(rollouts.model_path) == 1
-        assert look(config).trained == 2
-        next(batches)
-        rollouts.publish(rollouts.model_path)
-    lines = read_steps(run_of(config) / "trained.jsonl")
-    assert [(line["step"], line["seq_ids"]) for line in lines] == [(1, ids(2)[:2]), (2, ids(2)[2:])]
-    assert look(config).complete
-
-
-@pytest.mark.parametrize("how", ["publish", "done"])
-def test_samples_that_the_loop_drops_are_counted_and_never_come_again(
-    make_run: MakeRun, sync_client: Any, keys: Keys, how: str
-) -> None:
-    """One beside a trained one, both of a batch; the broker then brings both batches again."""
-    config = make_run(3)
-    raw = [fields for _, fields in sync_client.xrange(keys.batches)]
-
-    def end(rollouts: Rollouts) -> None:
-        rollouts.publish(rollouts.model_path) if how == "publish" else rollouts.done()
-
-    with Rollouts(config) as rollouts:
-        batches = rollouts.batches()
-        next(batches)
-        rollouts.drop([ids(1)[0]], "too_old", "3 versions behind")
-        with pytest.raises(TaskError, match="0-0:0: not dropped: it was not delivered, or is finished"):
-            rollouts.drop([ids(1)[0]], "too_old")
-        with pytest.raises(TaskError, match="a reason must be a lower-case word"):
-            rollouts.drop([ids(1)[1]], "Too old")
-        end(rollouts)
-        rollouts.drop(next(batches)["seq_ids"], "too_old")
-        end(rollouts)
-    now = look(config)
-    assert (now.trained, now.dropped, now.reasons) == (1, 3, {"dropped:too_old": 3})
-    letters = [decode(DeadLetter, fields[b"d"]) for _, fields in sync_client.xrange(keys.dropped)]
-    assert [(each.seq_id, each.reason) for each in letters] == [(one, "too_old") for one in (ids(1)[0], *ids(2)[2:])]
-    assert letters[0].detail == "3 versions behind"
-    for name, by in {"trained": -1, "dropped": -3, "dropped:too_old": -3, "accepted": 3}.items():
-        sync_client.hincrby(keys.counts, name, by)
-    for fields in raw[:2]:
-        sync_client.xadd(keys.batches, fields)
-    with Rollouts(config) as rollouts:
-        assert [batch["seq_ids"] for batch in rollouts.batches()] == [ids(3)[4:]]
-        end(rollouts)
-    assert trained(config) == [ids(1)[1], *ids(3)[4:]]
-    now = look(config)
-    assert (now.trained, now.reasons, now.complete) == (3, {"dropped:too_old": 3}, True)
-
-
-def test_what_was_dropped_and_not_finished_comes_again(make_run: MakeRun) -> None:
-    config = make_run(1)
-    with Rollouts(config) as rollouts:
-        rollouts.drop(next(rollouts.batches())["seq_ids"], "too_old")
-    assert look(config).dropped == 0
-    with Rollouts(config) as rollouts:
-        assert [batch["seq_ids"] for batch in rollouts.batches()] == [ids(1)]
-        rollouts.done()
-        with pytest.raises(TaskError, match="the run is complete"):
-            rollouts.done()
-    assert (look(config).trained, look(config).complete) == (2, True)
-
-
-def test_a_loop_that_drops_whole_batches_goes_on(make_run: MakeRun) -> None:
-    """Their credit is free at the next batch: nobody has to finish a step that has nothing in it."""
-    config = make_run(3)
-    with Rollouts(config) as rollouts:
-        for batch in rollouts.batches():
-            rollouts.drop(batch["seq_ids"], "zero_advantage")
-            if batch["seq_ids"] != ids(3)[4:]:
-                continue
-            assert look(config).dropped == 4
-            rollouts.done()
-    now = look(config)
-    assert (now.trained, now.dropped, now.complete) == (0, 6, True)
-
-
-def test_a_sample_that_is_dropped_at_once_does_not_hold_up_its_neighbour(
-    make_run: MakeRun, sync_client: Any, keys: Keys
-) -> None:
-    """It holds credit, so a step that waited for another in its place might wait for ever."""
-    config = make_run(0, last=False)
-    seen = replace(random_sample("seen", 12), images=[ImageRef(path="a.png")])
-    batch = TrainingBatch(batch_id="i", samples=[random_sample("text", 12), seen])
-    sync_client.xadd(keys.batches, {"b": encode(batch)})
-    for name in ("enqueued", "accepted"):
-        sync_client.hincrby(keys.counts, name, 2)
-    with Rollouts(config) as rollouts:
-        assert next(iter(rollouts.batches()))["seq_ids"] == ["text:0"]
-        rollouts.done()
-    assert (look(config).trained, look(config).dropped) == (1, 1)
-
-
-def test_a_batch_that_cannot_be_read_stays_an_error(make_run: MakeRun, sync_client: Any, keys: Keys) -> None:
-    config = make_run(1, last=False)
-    sync_client.xadd(keys.batches, {"b": b"junk"})
-    with Rollouts(config) as rollouts:
-        next(rollouts.batches())
-        rollouts.done()
-        for _ in range(2):
-            with pytest.raises(MessageError, match=r"batches .*: not a TrainingBatch"):
-                next(rollouts.batches())
-
-
-def test_samples_with_images_are_dropped_by_name_and_the_rest_is_given(
-    make_run: MakeRun, sync_client: Any, keys: Keys
-) -> None:
-    config = make_run(1, last=False)
-    seen = replace(random_sample("seen", 12), images=[ImageRef(path="a.png")])
-    for number, samples in enumerate(([random_sample("text", 12), seen], [replace(seen, seq_id="alone:0")])):
-        sync_client.xadd(keys.batches, {"b": encode(TrainingBatch(batch_id=f"i{number}", samples=samples))})
-        sync_client.hincrby(keys.counts, "enqueued", len(samples))
-        sync_client.hincrby(keys.counts, "accepted", len(samples))
-    sync_client.hset(keys.source, "exhausted", 1)
-    with Rollouts(config) as rollouts:
-        assert [batch["seq_ids"] for batch in rollouts.batches()] == [ids(1), ["text:0"]]
-        rollouts.done()
-    now = look(config)
-    assert (now.trained, now.dropped, now.reasons, now.complete) == (3, 2, {"dropped:has_images": 2}, True)
-
-
 def test_a_batch_that_is_brought_again_while_it_is_given_is_given_once(
     make_run: MakeRun, sync_client: Any, keys: Keys
 ) -> None:
@@ -442,22 +196,6 @@ def test_a_model_that_is_a_version_of_another_run_starts_at_step_0(make_run: Mak
             rollouts.publish(rollouts.model_path)
     assert [line["step"] for line in read_steps(run_of(config) / "trained.jsonl")] == [1, 2]
     assert look(config).complete
-
-
-def ctrl_c(call: Callable[[], Any], when: Callable[[], bool]) -> None:
-    """Run it, and interrupt it as Ctrl-C does once it is so."""
-
-    def interrupt() -> None:
-        until = time.monotonic() + 20
-        while not when() and time.monotonic() < until:
-            time.sleep(0.01)
-        signal.raise_signal(signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        call()
-    thread.join()
 
 
 def test_what_ctrl_c_kept_from_the_loop_is_given_to_the_next_one(
@@ -522,74 +260,6 @@ def test_half_a_batch_may_be_finished_and_the_rest_comes_again(make_run: MakeRun
         rollouts.done()
     assert sorted(trained(config)) == ids(2)
     assert (look(config).trained, look(config).complete) == (4, True)
-
-
-def test_a_publish_that_failed_behind_the_ack_makes_no_second_step(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_run(2)
-
-    async def ends(*_: Any, **__: Any) -> None:
-        raise RuntimeError("cut off")
-
-    with Rollouts(config) as rollouts:
-        batches = rollouts.batches()
-        next(batches)
-        with monkeypatch.context() as patch:
-            patch.setattr(WeightsRegistry, "register", ends)
-            with pytest.raises(RuntimeError, match="cut off"):
-                rollouts.publish(rollouts.model_path)
-        assert look(config).trained == 2
-        number = rollouts.publish(rollouts.model_path)
-        assert look(config).latest_version == number
-        assert manifest_of(config, number).step == 1
-        next(batches)
-        rollouts.publish(rollouts.model_path)
-    lines = read_steps(run_of(config) / "trained.jsonl")
-    assert [(line["step"], line["seq_ids"]) for line in lines] == [(1, ids(2)[:2]), (2, ids(2)[2:])]
-
-
-def test_a_publish_that_was_interrupted_and_called_again_makes_no_second_step(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A request runs to its end though Ctrl-C takes its caller away."""
-    config = make_run(2)
-    began, go, real = threading.Event(), threading.Event(), Session.commit
-
-    async def slow(self: Session, *args: Any, **options: Any) -> None:
-        began.set()
-        await asyncio.to_thread(go.wait, 20)
-        await real(self, *args, **options)
-
-    with Rollouts(config) as rollouts:
-        batches = rollouts.batches()
-        next(batches)
-        with monkeypatch.context() as patch:
-            patch.setattr(Session, "commit", slow)
-            ctrl_c(lambda: rollouts.publish(rollouts.model_path), began.is_set)
-            go.set()
-        rollouts.publish(rollouts.model_path)
-        rollouts.done()  # nothing is out, so this is no step either
-        next(batches)
-        rollouts.done()
-    lines = read_steps(run_of(config) / "trained.jsonl")
-    assert [(line["step"], line["seq_ids"]) for line in lines] == [(1, ids(2)[:2]), (2, ids(2)[2:])]
-    assert look(config).complete
-
-
-def test_a_version_gives_no_more_credit_than_was_trained_for_it(
-    make_run: MakeRun, sync_client: Any, keys: Keys
-) -> None:
-    """Two versions of one batch in halves, and one of nothing: as many as before may be ahead of the trained ones."""
-    config = make_run(2)
-    sync_client.hset(keys.source, mapping={"per_version": 2, "staleness": 1})
-    with Rollouts(config) as rollouts:
-        batches = rollouts.batches()
-        next(batches)
-        for seq_ids in ([], ids(1)[:1], ids(1)[1:]):
-            rollouts.publish(rollouts.model_path, seq_ids=seq_ids)
-        now = look(config)
-        assert (now.latest_version, now.trained, now.credit.max_ahead) == (3, 2, 2 * 2 + 2)
 
 
 def test_ids_of_a_callers_checkpoint_stay_trained_for_a_loop_that_does_not_name_them(

@@ -32,6 +32,16 @@ def steps(step: TrainStep, first: int, last: int) -> list[float]:
     return [step.run(samples, number)["train/loss"] for number in range(first, last + 1)]
 
 
+def resumed_step(source: Path, home: Path, options: dict[str, Any]) -> TrainStep:
+    """After six steps, the last three from a checkpoint."""
+    first, resumed = train_step(source, **options), train_step(source, **options)
+    steps(first, 1, 3)
+    directory = checkpoint.save(home, first.model, first.optimizer, TrainerState(step=3), source)
+    checkpoint.load(directory, resumed.model, resumed.optimizer)
+    steps(resumed, 4, 6)
+    return resumed
+
+
 def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest(source: Path) -> None:
     step = train_step(source, optimizer="muon", learning_rate=3e-3)
     named = {id(param): name for name, param in step.model.named_parameters()}
@@ -60,13 +70,7 @@ def test_a_resumed_run_with_muon_has_bit_identical_weights(tmp_path: Path, sourc
                                "schedule_steps": 6}  # fmt: skip
     straight = train_step(source, **options)
     steps(straight, 1, 6)
-    first = train_step(source, **options)
-    steps(first, 1, 3)
-    directory = checkpoint.save(tmp_path, first.model, first.optimizer, TrainerState(step=3), source)
-    resumed = train_step(source, **options)
-    checkpoint.load(directory, resumed.model, resumed.optimizer)
-    steps(resumed, 4, 6)
-    assert same(weights_of(straight), weights_of(resumed))
+    assert same(weights_of(straight), weights_of(resumed_step(source, tmp_path, options)))
 
 
 def test_another_optimiser_cannot_continue(tmp_path: Path, source: Path) -> None:
@@ -106,13 +110,8 @@ def test_a_resumed_run_with_eight_bits_has_bit_identical_weights(tmp_path: Path,
     assert losses[-1] < losses[0] * 0.8
     assert any(value.dtype == torch.uint8 for kept in straight.optimizer.state.values() for value in kept.values()
                if isinstance(value, torch.Tensor))  # fmt: skip
-    first = train_step(source, **options)
-    steps(first, 1, 3)
-    directory = checkpoint.save(tmp_path, first.model, first.optimizer, TrainerState(step=3), source)
-    resumed = train_step(source, **options)
-    checkpoint.load(directory, resumed.model, resumed.optimizer)
-    steps(resumed, 4, 6)
-    assert same(weights_of(straight), weights_of(resumed))
+    assert same(weights_of(straight), weights_of(resumed_step(source, tmp_path, options)))
+    directory = checkpoint.save(tmp_path, straight.model, straight.optimizer, TrainerState(step=6), source)
     with pytest.raises(ConfigError, match="adamw_8bit"):
         checkpoint.load(directory, train_step(source).model, train_step(source).optimizer)
 

@@ -15,25 +15,9 @@ from sluice.pipeline.errors import DataError, DeadlineExceeded, TaskError
 from sluice.pipeline.images.processor import ProcessedImage, VisionInputs, VisionProcessor, joined_tensors
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.roles import eventually
-from tests.seen_samples import image_files, processor_of, seeing_config, seen_sample
+from tests.seen_samples import image_files, seen_sample
 from tests.tiny_vision_models import pictures
-from tests.tiny_vlms import save_tiny_qwen_vl
 from tests.trainers import random_sample
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_qwen_vl(tmp_path_factory.mktemp("qwen"))
-
-
-@pytest.fixture
-def config(source: Path, tmp_path: Path) -> Config:
-    return seeing_config(source, tmp_path / "scans")
-
-
-@pytest.fixture
-def processor(config: Config) -> VisionProcessor:
-    return processor_of(config)
 
 
 async def test_a_group_shares_one_copy_which_goes_with_its_last_member(

@@ -21,24 +21,8 @@ from sluice.pipeline.images.processor import VisionProcessor
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, TokenArray
 from sluice.producers.source import Row, read_rows
-from tests.seen_samples import image_files, processor_of, seeing_config, taught_sample
+from tests.seen_samples import image_files, taught_sample
 from tests.tiny_vision_models import pictures
-from tests.tiny_vlms import save_tiny_qwen_vl
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_qwen_vl(tmp_path_factory.mktemp("qwen"))
-
-
-@pytest.fixture
-def config(source: Path, tmp_path: Path) -> Config:
-    return seeing_config(source, tmp_path / "scans")
-
-
-@pytest.fixture
-def processor(config: Config) -> VisionProcessor:
-    return processor_of(config)
 
 
 @pytest.fixture

@@ -1,0 +1,155 @@
+"""Each publish of a loop is one step, wherever it is cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sluice.consumers.training.handoff import Rollouts
+from sluice.consumers.training.session import Session
+from sluice.consumers.training.step_log import StepRecords, read_steps
+from sluice.pipeline.errors import (
+    ModelError,
+)
+from sluice.pipeline.weights import versions
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.wire.keys import Keys
+from tests.training_loops import MakeRun, ctrl_c, ids, load, look, manifest_of, run_of, trained
+
+
+class _Adapter:
+    def save_pretrained(self, directory: Path) -> None:
+        from safetensors.torch import save_file
+
+        save_file({"linear.weight": torch.zeros(1)}, directory / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "cut",
+    ["before the log lines", "after the log lines", "before the version", "before its registration", "before the ack"],
+)
+def test_each_batch_is_in_the_weights_once_wherever_publishing_is_cut_off(
+    make_run: MakeRun, cut: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version directory decides: what it names is finished, what it does not comes again."""
+    config = make_run(2)
+
+    async def ends(*_: Any, **__: Any) -> None:
+        raise RuntimeError(cut)
+
+    def ends_at_once(*_: Any) -> None:
+        raise RuntimeError(cut)
+
+    places: dict[str, tuple[Any, str, Any]] = {
+        "before the log lines": (StepRecords, "write", ends_at_once),
+        "after the log lines": (StepRecords, "show", ends),
+        "before the version": (versions, "write_version", ends_at_once),
+        "before its registration": (Session, "_register", ends),
+        "before the ack": (Session, "_ack", ends),
+    }
+    with Rollouts(config) as rollouts:
+        model = load(rollouts.model_path)
+        next(rollouts.batches())
+        with monkeypatch.context() as patch:
+            patch.setattr(*places[cut])
+            with pytest.raises(RuntimeError, match=cut):
+                rollouts.publish(model)
+    with Rollouts(config) as rollouts:
+        held = 1 if cut in ("before its registration", "before the ack") else 0
+        assert rollouts.version == held
+        assert look(config).latest_version == held
+        given = [batch["seq_ids"] for batch in rollouts.batches()]
+        assert given == ([ids(2)[:2], ids(2)[2:]] if not held else [ids(2)[2:]])
+        rollouts.publish(model)
+    assert sorted(trained(config)) == ids(2)
+    now = look(config)
+    assert (now.trained, now.complete) == (4, True)
+
+
+def test_what_is_no_model_of_this_run_is_not_published(make_run: MakeRun, tmp_path: Path) -> None:
+    config = make_run(1)
+    with Rollouts(config) as rollouts:
+        with pytest.raises(ModelError, match=r"tensors differ from .*linear\.weight"):
+            rollouts.publish(_Adapter())
+        for wrong, words in ((tmp_path / "nosuch", "no such directory"), (torch.nn.Linear(1, 1), "no save_pretrained")):
+            with pytest.raises(ModelError, match=words):
+                rollouts.publish(wrong)
+        assert rollouts.publish(rollouts.model_path) == 1, "a directory of a saved model is one"
+    assert not list(run_of(config).rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(("place", "name", "acked"), [(versions, "write_version", 0), (WeightsRegistry, "register", 2)])
+def test_a_publish_that_failed_is_tried_again_as_the_same_step(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, acked: int
+) -> None:
+    """Before its ack, and behind it."""
+    config = make_run(2)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    with Rollouts(config) as rollouts:
+        batches = rollouts.batches()
+        next(batches)
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, full)
+            with pytest.raises(OSError, match="no space"):
+                rollouts.publish(rollouts.model_path)
+        assert look(config).trained == acked
+        number = rollouts.publish(rollouts.model_path)
+        assert number == 1 or acked
+        assert (look(config).trained, look(config).latest_version) == (2, number)
+        assert manifest_of(config, number).step == 1
+        next(batches)
+        rollouts.publish(rollouts.model_path)
+    lines = read_steps(run_of(config) / "trained.jsonl")
+    assert [(line["step"], line["seq_ids"]) for line in lines] == [(1, ids(2)[:2]), (2, ids(2)[2:])]
+    assert look(config).complete
+
+
+def test_a_publish_that_was_interrupted_and_called_again_makes_no_second_step(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request runs to its end though Ctrl-C takes its caller away."""
+    config = make_run(2)
+    began, go, real = threading.Event(), threading.Event(), Session.commit
+
+    async def slow(self: Session, *args: Any, **options: Any) -> None:
+        began.set()
+        await asyncio.to_thread(go.wait, 20)
+        await real(self, *args, **options)
+
+    with Rollouts(config) as rollouts:
+        batches = rollouts.batches()
+        next(batches)
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "commit", slow)
+            ctrl_c(lambda: rollouts.publish(rollouts.model_path), began.is_set)
+            go.set()
+        rollouts.publish(rollouts.model_path)
+        rollouts.done()  # nothing is out, so this is no step either
+        next(batches)
+        rollouts.done()
+    lines = read_steps(run_of(config) / "trained.jsonl")
+    assert [(line["step"], line["seq_ids"]) for line in lines] == [(1, ids(2)[:2]), (2, ids(2)[2:])]
+    assert look(config).complete
+
+
+def test_a_version_gives_no_more_credit_than_was_trained_for_it(
+    make_run: MakeRun, sync_client: Any, keys: Keys
+) -> None:
+    """Two versions of one batch in halves, and one of nothing: as many as before may be ahead of the trained ones."""
+    config = make_run(2)
+    sync_client.hset(keys.source, mapping={"per_version": 2, "staleness": 1})
+    with Rollouts(config) as rollouts:
+        batches = rollouts.batches()
+        next(batches)
+        for seq_ids in ([], ids(1)[:1], ids(1)[1:]):
+            rollouts.publish(rollouts.model_path, seq_ids=seq_ids)
+        now = look(config)
+        assert (now.latest_version, now.trained, now.credit.max_ahead) == (3, 2, 2 * 2 + 2)
