@@ -194,7 +194,7 @@ def export(
     directory = find_run(run or given.run, given)
     settings = stored_config(directory, given, overrides)
 
-    from sluice.consumers.export import export_run
+    from sluice.consumers.export.run import export_run
 
     done = export_run(directory, to, out, source, settings, images, shape, license)
     what = "pairs of answers" if done.shape == "preference" else "sequences"

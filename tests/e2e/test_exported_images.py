@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from sluice.consumers.export import export_run
+from sluice.consumers.export.run import export_run
 from sluice.consumers.training.step_log import KeptRollouts
 from sluice.pipeline.images.processor import load_processor
 from tests.seen_samples import image_files, processor_of, seeing_config, taught_sample

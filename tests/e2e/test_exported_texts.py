@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from sluice.consumers.export import Shape, export_run
+from sluice.consumers.export.run import Shape, export_run
 from sluice.consumers.training.step_log import KeptRollouts
 from sluice.pipeline.config.types import Config, ModelConfig
 from tests.tiny_models import save_tiny_model

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from sluice.consumers import export
-from sluice.consumers.export import Exported, columns, export_run, full_row, sft_row
+from sluice.consumers.export import files
+from sluice.consumers.export.files import columns
+from sluice.consumers.export.run import Exported, export_run, full_row, sft_row
 from sluice.consumers.groups import Group
 from sluice.consumers.history.recorder import Recorder, TrainedRecorder
 from sluice.consumers.samples import letter
@@ -125,7 +126,7 @@ def test_trl_leaves_out_what_has_no_weight_and_counts_odd_weights(tmp_path: Path
 
 
 def test_a_parquet_file_is_written_in_bounded_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "_MOST_TOKENS", 8)
+    monkeypatch.setattr(files, "_MOST_TOKENS", 8)
     run = kept(tmp_path, *(a_sample(f"j:{at}") for at in range(5)))
     export_run(run, "parquet", tmp_path / "out.parquet", "trained", Config())
     assert pytest.importorskip("pyarrow.parquet").ParquetFile(tmp_path / "out.parquet").num_row_groups == 3

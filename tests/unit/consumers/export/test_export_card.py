@@ -12,8 +12,9 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
-from sluice.consumers.export import columns, export_run
-from sluice.consumers.export_card import COLUMNS
+from sluice.consumers.export.card import COLUMNS
+from sluice.consumers.export.files import columns
+from sluice.consumers.export.run import export_run
 from sluice.consumers.groups import Group
 from sluice.consumers.history.recorder import Recorder
 from sluice.consumers.samples import letter

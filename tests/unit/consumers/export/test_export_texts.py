@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sluice.consumers.export import export_run
+from sluice.consumers.export.run import export_run
 from sluice.consumers.training.step_log import KeptRollouts
 from sluice.pipeline.config.types import Config, ModelConfig
 from sluice.pipeline.errors import ConfigError, DataError

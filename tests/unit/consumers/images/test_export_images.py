@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from sluice.consumers.export import export_run
+from sluice.consumers.export.run import export_run
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training.step_log import KeptRollouts
 from sluice.pipeline.config.types import Config

@@ -1,40 +1,28 @@
-"""Exports a run's sequences to files that other programs read.
+"""`sluice export`: reads a run's sequences, makes a row of each, and counts what is left out.
 
-    history ──┐
-              ├─▶ read_run ─▶ Exported ─▶ full_row | sft_row ─▶ write_jsonl | write_parquet
-    rollouts ─┘                   └─▶ images ─▶ ExportedImages ─┘  | write_hub | write_dataset ─▶ PATH
-
-- Oldest first. Streamed in bounded memory, written to a temporary path and renamed when complete.
+- Oldest first, streamed in bounded memory.
 - Arrays of a row have one item per token, prompt first: a missing value is 0, a missing version -1.
-- Parquet and datasets have typed columns (`columns`); fields without a fixed shape (`JSON_COLUMNS`) are JSON text.
-- TRL also takes text, such as the best and the worst answer of a group: export_texts.
-- If any sequence has images, every row has a column `images`: see export_images.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import os
 import shlex
-import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from sluice.consumers.export_card import Facts, card
-from sluice.consumers.export_images import ExportedImages, NotText, TextRows, contents, copies, features, references
-from sluice.consumers.export_texts import LEFT_OUT as NO_TEXT
-from sluice.consumers.export_texts import TextShape, TextShapes, text_columns
+from sluice.consumers.export.card import Facts, card
+from sluice.consumers.export.files import Format, Images, Row, aside, features_of, temporary, write, write_dataset
+from sluice.consumers.export.images import ExportedImages, NotText, TextRows, contents, copies, references
+from sluice.consumers.export.texts import LEFT_OUT as NO_TEXT
+from sluice.consumers.export.texts import TextShape, TextShapes
 from sluice.consumers.history.files import consumer_files
 from sluice.consumers.history.reader import HistoryReader
 from sluice.consumers.history.records import SequenceDetail
@@ -48,21 +36,11 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, DataError, ModelError, RequestError
 from sluice.pipeline.images.writer import images_of_run
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.prompts.rows import parquet_module
 from sluice.pipeline.wire.messages import SequenceResult, TrainingSample
 
-Format = Literal["jsonl", "parquet", "datasets", "trl"]
 Kind = Literal["trained", "handed-on"]
-Images = Literal["copies", "references"]
 Shape = Literal["tokens", "completion", "preference", "unpaired"]
 """Of `--to trl`: token ids and labels, or one of the TextShapes."""
-JSON_COLUMNS = ("stop_reason", "truth", "metrics", "metadata", "triggers", "sampling")
-Row = dict[str, Any]
-# Of a Parquet row group:
-_MOST_ROWS = 256
-_MOST_TOKENS = 1 << 18  # about 10 arrays each
-_MOST_BYTES = 32 << 20  # of images; a reader holds a whole group
-_SHARD = "data/train-00000-of-00001.parquet"
 _FETCHED_ROWS = 32  # rows whose images are fetched together
 
 
@@ -140,14 +118,14 @@ def export_run(
     with ExitStack() as scope:
         path = scope.enter_context(aside(out))
         if not has_images:
-            _write(to, _rows(to, _without_images(found), done, config), path, done)
+            write(to, _some(_rows(to, _without_images(found), done, config), done), path)
         elif images == "references":
             rows = _rows(to, ((one, references(one.sample)) for one in found), done, config)
-            _write(to, rows, path, done, images)
+            write(to, _some(rows, done), path, images)
         else:
             limits = images_of_run(replace(config, run_dir=str(directory.parent), run=directory.name))
             folder = out.with_name(f"{out.stem}-images")
-            files = scope.enter_context(aside(folder) if to == "jsonl" else _temporary(out))
+            files = scope.enter_context(aside(folder) if to == "jsonl" else temporary(out))
             given = _with_images(found, scope.enter_context(ExportedImages(limits, files)), done)
             if to == "trl":
                 rows = _text_rows(given, done, scope.enter_context(TextRows(config)))
@@ -155,14 +133,14 @@ def export_run(
                 rows = _rows(to, ((one, copies(its, folder.name)) for one, its in given), done, config)
             else:
                 rows = _rows(to, ((one, contents(its)) for one, its in given), done, config)
-            _write(to, rows, path, done, images)
+            write(to, _some(rows, done), path, images)
         if to == "datasets":
             told = {
                 "left_out": list(done.reasons().values()),
                 "license": license,
                 "command": _command(directory, out, kind, images, license),
             }
-            (path / "README.md").write_text(card(done.facts, _features_of(path), config, directory, **told))
+            (path / "README.md").write_text(card(done.facts, features_of(path), config, directory, **told))
     return done
 
 
@@ -196,14 +174,6 @@ def _write_texts(found: Iterable[Exported], path: Path, done: Exports, shape: Te
                 yield row
 
     write_dataset(_some(rows(), done), path, shape=shape)
-
-
-def _write(to: Format, rows: Iterable[Row], path: Path, done: Exports, images: Images | None = None) -> None:
-    if to == "jsonl":
-        write_jsonl(_some(rows, done), path)
-    else:
-        write = {"parquet": write_parquet, "datasets": write_hub, "trl": write_dataset}[to]
-        write(_some(rows, done), path, sft=to == "trl", images=images)
 
 
 def _some(rows: Iterable[Row], done: Exports) -> Iterator[Row]:
@@ -401,144 +371,3 @@ def sft_row(one: Exported) -> Row | None:
 def is_plain(one: Exported) -> bool:
     """Whether labels alone express all its weights."""
     return all(weight in (0.0, 1.0) for weight in one.sample.weights[1:])
-
-
-def flat(row: Row) -> Row:
-    """The row with non-fixed shapes as JSON text."""
-    texts = {name: msgspec.json.encode(row[name]).decode() for name in JSON_COLUMNS if row.get(name) is not None}
-    return {**row, **texts}
-
-
-def columns(arrow: Any, *, sft: bool, images: Images | None = None) -> Any:
-    """The schema of the rows; `arrow` is the module pyarrow. Without `images` there's no such column."""
-    ints, floats, text = arrow.list_(arrow.int32()), arrow.list_(arrow.float32()), arrow.string()
-    wide = arrow.list_(arrow.int64())
-    kinds = {
-        text: "seq_id group_id task prompt target rollout_id worker backend text finish_reason logprobs_mode",
-        arrow.int64(): "step version index turn attempt prompt_len",
-        arrow.float64(): "reward advantage enqueued_at temperature",
-        ints: "token_ids labels segments response_mask versions proximal_versions",
-        floats: "weights logprobs proximal_logprobs",
-    }
-    if sft:
-        kinds = {wide: "input_ids labels attention_mask"} if images is None else {text: "prompt completion"}
-    found = [(name, kind) for kind, names in kinds.items() for name in names.split()]
-    found += [] if sft else [(name, text) for name in JSON_COLUMNS]
-    if images is None:
-        return arrow.schema(found)
-    names = {"path": text, "url": text, "sha256": text}
-    one = names if images == "references" else {"bytes": arrow.binary(), "path": text}
-    schema = arrow.schema([*found, ("images", arrow.list_(arrow.struct(list(one.items()))))])
-    return schema if images == "references" else schema.with_metadata(features(schema))
-
-
-@contextlib.contextmanager
-def aside(out: Path) -> Generator[Path]:
-    """Yield a temporary path that is renamed to `out` at the end; raises DataError if `out` exists."""
-    if out.exists():
-        raise DataError(f"{out} exists; name another, or delete it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    path = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        yield path
-        path.rename(out)
-    finally:
-        _remove(path)
-
-
-@contextlib.contextmanager
-def _temporary(out: Path) -> Generator[Path]:
-    """A directory beside the export, for as long as it's written."""
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent) as directory:
-        yield Path(directory)
-
-
-def write_jsonl(rows: Iterable[Row], path: Path) -> None:
-    """One JSON object a line; NaN is null."""
-    encoder = msgspec.json.Encoder()
-    with path.open("wb") as stream:
-        for row in rows:
-            stream.write(encoder.encode(row) + b"\n")
-
-
-def write_parquet(
-    rows: Iterable[Row],
-    path: Path,
-    *,
-    sft: bool = False,
-    images: Images | None = None,
-    shape: TextShape | None = None,
-) -> None:
-    """Row groups of bounded size."""
-    module = parquet_module()
-    arrow = importlib.import_module("pyarrow")
-    schema = columns(arrow, sft=sft, images=images) if shape is None else text_columns(arrow, shape)
-    with module.ParquetWriter(path, schema) as writer:
-        for group in _groups(rows):
-            writer.write_table(arrow.Table.from_pylist([flat(row) for row in group], schema=schema))
-
-
-def write_hub(rows: Iterable[Row], path: Path, *, sft: bool = False, images: Images | None = None) -> None:
-    """A directory for `datasets.load_dataset`, laid out as the Hub has it; its card is README.md."""
-    datasets_module()
-    (path / "data").mkdir(parents=True)
-    write_parquet(rows, path / _SHARD, sft=sft, images=images)
-
-
-def _features_of(path: Path) -> Any:
-    return datasets_module().Features.from_arrow_schema(parquet_module().read_schema(path / _SHARD))
-
-
-def write_dataset(
-    rows: Iterable[Row],
-    path: Path,
-    *,
-    sft: bool = False,
-    images: Images | None = None,
-    shape: TextShape | None = None,
-) -> None:
-    """A directory for `datasets.load_from_disk`."""
-    module = datasets_module()
-    work = path.with_name(f"{path.name}-parts")
-    work.mkdir()
-    try:
-        write_parquet(rows, work / "rows.parquet", sft=sft, images=images, shape=shape)
-        bars = module.are_progress_bars_disabled()
-        module.disable_progress_bars()
-        try:
-            found = module.Dataset.from_parquet(str(work / "rows.parquet"), cache_dir=str(work / "cache"))
-            found.save_to_disk(str(path))
-        finally:
-            if not bars:
-                module.enable_progress_bars()
-    finally:
-        _remove(work)
-
-
-def datasets_module() -> Any:
-    """`datasets`; raises DataError if it isn't installed."""
-    try:
-        return importlib.import_module("datasets")
-    except ModuleNotFoundError as error:
-        raise DataError("this needs Hugging Face datasets: pip install 'sluice[data]'") from error
-
-
-def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    group: list[Row] = []
-    tokens = num_bytes = 0
-    for row in rows:
-        group.append(row)
-        tokens += len(row.get("labels", ()))
-        num_bytes += sum(len(image.get("bytes", b"")) for image in row.get("images", ()))
-        if len(group) == _MOST_ROWS or tokens >= _MOST_TOKENS or num_bytes >= _MOST_BYTES:
-            yield group
-            group, tokens, num_bytes = [], 0, 0
-    if group:
-        yield group
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
