@@ -28,7 +28,8 @@ from sluice.consumers.dashboard.overview import Keeper, charts_json, points
 from sluice.consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, render
 from sluice.consumers.dashboard.sequences import truth_text
 from sluice.consumers.history.curves import Chart, line
-from sluice.consumers.history.index import LEAST_S, Context, HistoryIndex
+from sluice.consumers.history.index import Context, HistoryIndex
+from sluice.consumers.history.indexing import LEAST_S
 from sluice.consumers.history.records import JobRow, Page, SequenceFilter, SequenceRow
 from sluice.pipeline.errors import BrokerError, DataError
 from sluice.pipeline.queue.live_jobs import JOB_STATES, JobEvent, LiveJob, LiveJobs, live_job, live_jobs

@@ -8,10 +8,8 @@
   at any time; it's made again.
 - One process writes at a time (a file lock); a second dashboard reads what the first one wrote. If the directory can't
   be written, the index is a temporary file. A damaged one is made again.
-- Texts are bounded by MOST_TEXT characters each; a prompt is stored and decoded once, however often it comes. Words are
-  found as SQLite's FTS5 splits them (unicode61), the last one by its beginning.
-- KL is k3 of behaviour against proximal: the mean over tokens of r - 1 - log r, r = exp(proximal - behaviour), where
-  the proximal logprob is the one of the next version.
+- Words are found as SQLite's FTS5 splits them (unicode61), the last one by its beginning.
+- What is written: indexing.
 """
 
 from __future__ import annotations
@@ -21,30 +19,22 @@ import math
 import sqlite3
 import threading
 import time
-import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
 from sluice.consumers.history.files import TRAINER
+from sluice.consumers.history.indexing import Decoder, Indexer, Said, prompt_digest, read_said
 from sluice.consumers.history.reader import Files, conditions
-from sluice.consumers.history.records import SequenceFilter, SequenceRow, Trained, unpack
+from sluice.consumers.history.records import SequenceFilter, SequenceRow, unpack
 from sluice.pipeline.errors import DataError, MessageError
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.wire.messages import TrainingSample, decode
-from sluice.pipeline.wire.tokens import FloatArray, TokenArray
 
 NAME, LOCK = "index.sqlite", "index.lock"
-MOST_TEXT = 20_000
 _SCHEMA = 3
-_PORTION = 64  # sequences in one transaction
-LEAST_S, _BUCKETS = 0.125, 24  # of durations: up to 12 days
-_MOST_RATIO = 20.0
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _TABLES = """
 create table progress (file text primary key, inode integer not null, num integer not null, last text not null);
@@ -69,24 +59,6 @@ create table steps (
   step integer primary key, kl real not null, kl_tokens integer not null, lag real not null, lag_max integer not null,
   samples integer not null);
 """
-_ENTRY = "insert or replace into entries values (null, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) returning id"
-_LOAD = (
-    "insert into loads values (?, ?) on conflict (version) do update set behind_s = min(behind_s, excluded.behind_s)"
-)
-_STEP = (
-    "insert into steps values (?, ?, ?, ?, ?, 1) on conflict (step) do update set kl = kl + excluded.kl,"
-    " kl_tokens = kl_tokens + excluded.kl_tokens, lag = lag + excluded.lag, lag_max = max(lag_max, excluded.lag_max),"
-    " samples = samples + 1"
-)
-_DURATION = (
-    "insert into durations values (?, ?, ?, ?) on conflict (file, kind, bucket) do update set"
-    " count = count + excluded.count"
-)
-_NEXT = (
-    "select sequences.num, seq_id, job_id, sequences.at, state, finish_reason, worker, task, triggered, version_min,"
-    " version_max, details.row, details.result from sequences cross join details using (num)"
-    " where sequences.num > ? order by sequences.num limit ?"
-)
 SORTS = {
     "newest": "id desc",
     "best": "reward desc, id desc",
@@ -94,8 +66,6 @@ SORTS = {
     "longest": "length desc, id desc",
     "shortest": "length asc, id desc",
 }
-
-Decoder = Callable[[Sequence[int]], str]
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -130,17 +100,6 @@ class Context(msgspec.Struct, frozen=True):
     truth: Any = None
 
 
-class _Said(msgspec.Struct, frozen=True):
-    """What is indexed of a SequenceResult."""
-
-    prompt_token_ids: bytes = b""
-    images: msgspec.Raw = msgspec.Raw(b"")
-    text: str = ""
-    raw_text: str = ""
-    timings: dict[str, float] = {}
-    truth: Any = None
-
-
 class HistoryIndex:
     """The index of one run's history; thread-safe. `decoder`: makes text of a prompt's token ids, or fails.
 
@@ -148,8 +107,8 @@ class HistoryIndex:
     """
 
     def __init__(self, directory: Path, decoder: Callable[[], Decoder] | None = None) -> None:
-        self._directory, self._decoder = directory, decoder
-        self._files, self._lock = Files(directory), threading.RLock()
+        self._directory, self._files, self._lock = directory, Files(directory), threading.RLock()
+        self._indexer = Indexer(directory, self._files, decoder)
         self._db: sqlite3.Connection | None = None
         self._holds: IO[bytes] | None = None
         self._is_writer = self._reported = self._is_early = False
@@ -178,10 +137,10 @@ class HistoryIndex:
         until = time.monotonic() + for_s
         with self._asking() as db:
             names = [*self._files.consumers(), TRAINER]
-            while self._is_writer and [name for name in names if self._advance(db, name)]:
+            while self._is_writer and [name for name in names if self._indexer.advance(db, name)]:
                 if time.monotonic() >= until:
                     break
-            self.behind = sum(self._left(db, name) for name in names[:-1])
+            self.behind = sum(self._indexer.left(db, name) for name in names[:-1])
             return self.behind
 
     def stamp(self) -> int:
@@ -255,16 +214,16 @@ class HistoryIndex:
         for seq_id in seq_ids:
             for name in self._files.consumers():
                 for (raw,) in self._files.ask(name, sql, [seq_id]):
-                    if raw is not None and (said := _read(raw)) is not None:
+                    if raw is not None and (said := read_said(raw)) is not None:
                         found[seq_id] = Context(self._text_of(said), said.truth)
         return found
 
-    def _text_of(self, said: _Said) -> str:
+    def _text_of(self, said: Said) -> str:
         """The prompt's text, as stored or decoded."""
         with self._asking() as db:
-            for (number,) in db.execute("select id from prompts where digest = ?", [_digest(said)]):
+            for (number,) in db.execute("select id from prompts where digest = ?", [prompt_digest(said)]):
                 return self.prompt_text(number)
-        return self._decoded(said.prompt_token_ids)
+        return self._indexer.decoded(said.prompt_token_ids)
 
     def endings(self) -> list[Endings]:
         """By version; counted anew every few seconds at most."""
@@ -382,166 +341,6 @@ class HistoryIndex:
         self._holds = holds
         return True
 
-    def _left(self, db: sqlite3.Connection, name: str) -> int:
-        _, done, _ = self._progress(db, name)
-        for newest, oldest in self._files.ask(name, "select max(num), min(num) from sequences"):
-            return 0 if newest is None else max(0, newest - max(done, oldest - 1))
-        return 0
-
-    def _progress(self, db: sqlite3.Connection, name: str) -> tuple[int, int, str]:
-        """Of a file: its inode, the number indexed last, and what had it."""
-        return next(iter(db.execute("select inode, num, last from progress where file = ?", [name])), (0, 0, ""))
-
-    def _is_replaced(self, name: str, done: int, last: str) -> bool:
-        """Whether this is another file: a new one often gets the inode of the one that was deleted."""
-        newest, now = self._end(name, done)
-        return newest is not None and (newest < done or (bool(last and now) and now != last))
-
-    def _end(self, name: str, num: int) -> tuple[int | None, str]:
-        """Of a file: its newest number, and what has this one, "" if nothing; None until it has tables."""
-        table, more = ("trained", "step") if name == TRAINER else ("sequences", "at")
-        identity = f"select seq_id || ' ' || {more} from {table} where num = ?"
-        sql = f"select coalesce(max(num), 0), coalesce(({identity}), '') from {table}"
-        return next(iter(self._files.ask(name, sql, [num])), (None, ""))
-
-    def _advance(self, db: sqlite3.Connection, name: str) -> bool:
-        """Index a portion of a file; False if nothing is left of it."""
-        try:
-            inode = (self._directory / name).stat().st_ino
-        except FileNotFoundError:
-            return False
-        held, done, last = self._progress(db, name)
-        if held and (held != inode or self._is_replaced(name, done, last)):
-            self._forget(db, name)
-            done = 0
-        portion = self._trained if name == TRAINER else self._sequences
-        db.execute("begin immediate")
-        try:
-            newest, count = portion(db, name, done)
-            _, last = self._end(name, newest)
-            db.execute("insert or replace into progress values (?, ?, ?, ?)", [name, inode, newest, last])
-            if count:
-                self._prune(db, name)
-            db.execute("commit")
-        except BaseException:
-            if db.in_transaction:  # a full disk ends it
-                db.execute("rollback")
-            raise
-        return count == _PORTION
-
-    def _forget(self, db: sqlite3.Connection, name: str) -> None:
-        """A file that was replaced."""
-        if name == TRAINER:
-            db.execute("delete from steps")
-        else:
-            db.execute("delete from durations where file = ?", [name])
-            self._delete(db, "file = ?", [name])
-
-    def _prune(self, db: sqlite3.Connection, name: str) -> None:
-        """What the consumer has deleted meanwhile."""
-        if name == TRAINER:
-            return
-        for (oldest,) in self._files.ask(name, "select min(num) from sequences"):
-            self._delete(db, "file = ? and num < ?", [name, oldest or 0])
-
-    def _delete(self, db: sqlite3.Connection, where: str, args: Sequence[Any]) -> None:
-        """Entries, and the prompts that nothing answers any more."""
-        prompts = db.execute(f"select distinct prompt from entries where {where}", args).fetchall()
-        db.execute(f"delete from answers where rowid in (select id from entries where {where})", args)
-        db.execute(f"delete from entries where {where}", args)
-        for (prompt,) in prompts:
-            unused = "delete from prompts where id = ? and not exists (select 1 from entries where prompt = ?)"
-            if db.execute(unused, [prompt, prompt]).rowcount:
-                db.execute("delete from prompt_texts where rowid = ?", [prompt])
-
-    def _sequences(self, db: sqlite3.Connection, name: str, done: int) -> tuple[int, int]:
-        rows = self._files.ask(name, _NEXT, [done, _PORTION])
-        lasted = Counter[tuple[str, int]]()
-        for num, seq_id, job_id, at, *shown, raw_row, raw_result in rows:
-            try:
-                row = unpack(SequenceRow, raw_row)
-            except MessageError:
-                continue
-            found = None if raw_result is None else _read(raw_result)
-            prompt, said = (0, _Said()) if found is None else (self._prompt(db, found), found)
-            facts = (name, num, at, *shown, seq_id, job_id, row.new_tokens, row.reward, prompt)
-            ((id,),) = db.execute(_ENTRY, facts).fetchall()
-            behind_s = said.timings.get("behind_s", math.nan)
-            if row.version_max >= 0 and math.isfinite(behind_s):  # SQLite takes NaN for null
-                db.execute(_LOAD, (row.version_max, behind_s))
-            if text := (said.text or said.raw_text)[:MOST_TEXT]:
-                db.execute("insert into answers (rowid, text) values (?, ?)", (id, text))
-            if row.decode_s > 0:
-                lasted.update((("waited", bucket(row.queue_s)), ("took", bucket(row.decode_s))))
-        db.executemany(_DURATION, [(name, kind, number, count) for (kind, number), count in lasted.items()])
-        return (rows[-1][0] if rows else done), len(rows)
-
-    def _prompt(self, db: sqlite3.Connection, said: _Said) -> int:
-        """The number of its prompt; its text is stored with the first."""
-        digest = _digest(said)
-        for (known,) in db.execute("select id from prompts where digest = ?", [digest]):
-            return known
-        number = db.execute("insert into prompts values (null, ?)", [digest]).lastrowid or 0
-        if text := self._decoded(said.prompt_token_ids):
-            db.execute("insert into prompt_texts (rowid, text) values (?, ?)", (number, text))
-        return number
-
-    def _decoded(self, raw: bytes) -> str:
-        ids = TokenArray()
-        ids.frombytes(raw[: 4 * MOST_TEXT])
-        try:
-            return self._decoder()(ids)[:MOST_TEXT] if self._decoder else ""
-        except Exception as error:  # no tokenizer here, or one that can't: prompts are then not searchable
-            if self._decoder is not None:
-                get_logger().warning("prompts are not searchable: they cannot be decoded", why=str(error))
-            self._decoder = None
-            return ""
-
-    def _trained(self, db: sqlite3.Connection, name: str, done: int) -> tuple[int, int]:
-        sql = "select num, seq_id, step, state, trained from trained where num > ? order by num limit ?"
-        rows = self._files.ask(name, sql, [done, _PORTION])
-        for _, seq_id, step, state, raw in rows:
-            if state != "trained":
-                continue
-            try:
-                trained = unpack(Trained, zlib.decompress(raw))
-                found = self._versions_and_sample(seq_id, with_sample=len(trained.proximal_logprobs) > 0)
-                if found is None:
-                    continue
-                oldest, newest, sample = found
-                kl, tokens = k3(trained, sample) if sample is not None else (0.0, 0)
-            except (MessageError, zlib.error):
-                continue
-            lag = max(0.0, trained.version - (oldest + newest) / 2) if newest >= 0 else 0.0
-            most = max(0, trained.version - oldest) if newest >= 0 else 0
-            db.execute(_STEP, (step, kl, tokens, lag, most))
-        return (rows[-1][0] if rows else done), len(rows)
-
-    def _versions_and_sample(self, seq_id: str, *, with_sample: bool) -> tuple[int, int, TrainingSample | None] | None:
-        column = "details.sample" if with_sample else "null"
-        sql = (
-            f"select version_min, version_max, {column} from sequences cross join details using (num) where seq_id = ?"
-        )
-        for name in self._files.consumers():
-            for oldest, newest, raw in self._files.ask(name, sql, [seq_id]):
-                return oldest, newest, None if raw is None else decode(TrainingSample, zlib.decompress(raw))
-        return None
-
-
-_said = msgspec.msgpack.Decoder(_Said)
-
-
-def _read(raw: bytes) -> _Said | None:
-    try:
-        return _said.decode(zlib.decompress(raw))
-    except (msgspec.MsgspecError, zlib.error, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def _digest(said: _Said) -> bytes:
-    """Of a prompt: its tokens and its images."""
-    return blake2b(said.prompt_token_ids + b"|" + bytes(said.images), digest_size=16).digest()
-
 
 def _connect(path: Path | None, *, write: bool) -> sqlite3.Connection:
     """Made anew if it is of another schema, or damaged."""
@@ -578,11 +377,6 @@ def _remove(name: str) -> None:
         Path(name + end).unlink(missing_ok=True)
 
 
-def bucket(seconds: float) -> int:
-    """The number of the span of time that has it: from LEAST_S * 2 ** (number - 1) on, 0 for anything shorter."""
-    return 0 if seconds < LEAST_S else min(_BUCKETS, math.floor(math.log2(seconds / LEAST_S)) + 1)
-
-
 def match_text(text: str) -> str:
     """An FTS5 query for all these words, in this order if quoted; the last one may be a beginning."""
     is_phrase = len(text) > 2 and text[0] == text[-1] == '"'
@@ -591,17 +385,3 @@ def match_text(text: str) -> str:
     if not words:
         raise DataError(f"{text[:80]!r} has no word to search for; give letters or digits")
     return " ".join(f'"{word}"' for word in words) + ("" if is_phrase else "*")
-
-
-def k3(trained: Trained, sample: TrainingSample) -> tuple[float, int]:
-    """(sum over tokens, number of tokens) of the estimate of KL(behaviour ‖ proximal); see the module."""
-    proximal: FloatArray = trained.proximal_logprobs
-    if not len(proximal) == len(trained.proximal_versions) == len(sample.logprobs) == len(sample.versions):
-        return 0.0, 0
-    total, tokens = 0.0, 0
-    columns = zip(proximal, sample.logprobs, trained.proximal_versions, sample.versions, strict=True)
-    for new, old, scored, version in columns:
-        if version >= 0 and scored == version + 1:
-            log_ratio = max(-_MOST_RATIO, min(_MOST_RATIO, new - old))
-            total, tokens = total + math.expm1(log_ratio) - log_ratio, tokens + 1
-    return total, tokens

@@ -17,7 +17,7 @@ from sluice.consumers.dashboard.monitor import Monitor
 from sluice.consumers.dashboard.render import Live, fragment
 from sluice.consumers.dashboard.timeline import Timeline, Track
 from sluice.consumers.dashboard.workers import _parts
-from sluice.consumers.history.index import LEAST_S, bucket
+from sluice.consumers.history.indexing import LEAST_S, bucket
 from sluice.consumers.history.reader import HistoryReader
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.status.snapshot import Depth, Holder, Process, Snapshot

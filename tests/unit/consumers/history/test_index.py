@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from sluice.consumers.history.files import TRAINER
-from sluice.consumers.history.index import LOCK, NAME, HistoryIndex, k3, match_text
+from sluice.consumers.history.index import LOCK, NAME, HistoryIndex, match_text
+from sluice.consumers.history.indexing import k3
 from sluice.consumers.history.recorder import Finished, FinishedJob, TrainedStore
 from sluice.consumers.history.records import SequenceFilter, Trained
 from sluice.pipeline.errors import DataError
