@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -111,6 +112,38 @@ def test_a_loss_of_ones_own_trains_the_groups_that_differ(make_stack: MakeStack)
     measured = [step["policy/mismatch_weight"] for step in steps if "policy/mismatch_weight" in step]
     assert measured
     assert measured == pytest.approx([1.0] * len(measured), abs=1e-3), "both compute in float32"
+    stack.assert_streams_empty()
+    wait_gone(stack.mark)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dpo"])
+def test_a_frozen_reference_is_scored_by_the_runs_own_scorer(make_stack: MakeStack, loss: str) -> None:
+    """Two optimiser steps a batch; version 0 outlives the retention of 4 for as long as the run."""
+    stack = make_stack(rows(16))
+    (stack.directory / "own.py").write_text("def score(text, truth, row): return len(set(text))")
+    settings: dict[str, object] = {
+        "policy.loss": loss,
+        "trainer.minibatches": 2,
+        "weights.retention": 4,
+        "trainer.learning_rate": 1e-3,
+        "scorer.count": 1,
+    }
+    if loss != "dpo":
+        settings["policy.kl_coef"] = 0.1
+    run = run_command(stack, f"{stack.directory}/own.py:score", *[f"{key}={value}" for key, value in settings.items()])
+    assert run.wait(SLOW_S) == 0, run.tail()
+    assert "complete: enqueued 64, trained 64, dead 0, dropped 0" in run.text()
+    steps = read_steps(stack.run_dir / "metrics.jsonl")
+    assert [step["train/minibatches"] for step in steps] == [2] * 8
+    assert [step["policy/missing_reference_tokens"] for step in steps] == [0] * 8
+    if loss == "dpo":
+        assert all(step["policy/dpo_pairs"] + step["policy/dpo_skipped_groups"] == 2 for step in steps)
+        assert sum(step["policy/dpo_pairs"] for step in steps) >= 8
+        assert steps[0]["policy/loss"] == pytest.approx(math.log(2), abs=0.1)  # the second minibatch has moved
+    else:
+        assert steps[0]["policy/kl_reference"] < steps[-1]["policy/kl_reference"]
+    kept = sorted(path.name for path in (stack.run_dir / "weights").glob("v*"))
+    assert kept == ["v000000", "v000005", "v000006", "v000007", "v000008"]
     stack.assert_streams_empty()
     wait_gone(stack.mark)
 

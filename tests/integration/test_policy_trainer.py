@@ -119,6 +119,15 @@ async def scorer_is_ready(client: Any, keys: Keys) -> bool:
     return any(row.role == "scorer" and (row.waiting_for or "").startswith("score jobs") for row in rows)
 
 
+async def train_beside_a_scorer(config: Config, source: Path, client: Any, keys: Keys) -> None:
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(serve_scores(config, stop))
+        await eventually(functools.partial(scorer_is_ready, client, keys), "the scorer's model")
+        await train(config, source)
+        stop.set()
+
+
 def directory(config: Config) -> Path:
     return Path(config.run_dir) / config.run
 
@@ -139,12 +148,7 @@ async def test_every_trained_token_is_right_or_on_policy(
     config = config_of(broker_config, keys, run_dir, source)
     long_turns = [0, 0, -1, -1, 1, 2]
     await hand_on(client, keys, [[[0, 0, 0], [0]], [[0, 1], [0, 0]], [long_turns, [0, 1, 1]], [[1, 2, 3], [0, 3]]])
-    stop = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(serve_scores(config, stop))
-        await eventually(functools.partial(scorer_is_ready, client, keys), "the scorer's model")
-        await train(config, source)
-        stop.set()
+    await train_beside_a_scorer(config, source, client, keys)
     found = [
         (step, sample) for step, batch in read_rollouts(directory(config) / "rollouts") for sample in batch.samples
     ]
@@ -250,12 +254,7 @@ async def test_versions_that_are_retired_leave_tokens_masked_and_are_named_once(
         config_of(broker_config, keys, run_dir, source, score_wait_s=600.0), weights=WeightsConfig(retention=2)
     )
     await hand_on(client, keys, [[[0], [0]], [[1], [1]], [[2], [2]], [[0, 3], [0, 3]]])
-    stop = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(serve_scores(config, stop))
-        await eventually(functools.partial(scorer_is_ready, client, keys), "the scorer's model")
-        await train(config, source)
-        stop.set()
+    await train_beside_a_scorer(config, source, client, keys)
     assert (record(config, 4)["missing_proximal_tokens"], record(config, 4)["valid_proximal_share"]) == (2, 0)
     [line] = [line for line in capsys.readouterr().err.splitlines() if 'event="no scores"' in line]
     assert "weights v1 are not registered" in line
@@ -270,12 +269,7 @@ async def test_a_stop_ends_the_wait_for_scores_and_nothing_of_the_step(
     await train(config, source, stop_at="score jobs: 1 of 1 samples")
     now = await snapshot(client, keys)
     assert (now.trained, now.waiting_batches, now.latest_version) == (4, 1, 2)
-    stop = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(serve_scores(config, stop))
-        await eventually(functools.partial(scorer_is_ready, client, keys), "the scorer's model")
-        await train(config, source)
-        stop.set()
+    await train_beside_a_scorer(config, source, client, keys)
     assert (await snapshot(client, keys)).complete
     assert (record(config, 3)["scored_tokens"], record(config, 3)["missing_proximal_tokens"]) == (1, 0)
 
@@ -318,12 +312,7 @@ async def test_the_reference_is_scored_by_scorers_and_outlives_retention(
 
     monkeypatch.setattr(TrainStep, "run", seen)
     await hand_on(client, keys, [[[0, 0], [0]], [[0, -1, 1], [1]], [[2], [1, 2]], [[3, 2], [3]], [[4], [1, 4]]])
-    stop = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(serve_scores(config, stop))
-        await eventually(functools.partial(scorer_is_ready, client, keys), "the scorer's model")
-        await train(config, source)
-        stop.set()
+    await train_beside_a_scorer(config, source, client, keys)
     assert len(given) == 10
     for sample, scores in given:
         for at, on in enumerate(sample.response_mask.expand()):
@@ -438,12 +427,7 @@ async def test_dpo_scores_the_pairs_under_the_reference_and_nothing_else(
         for name, by in {"enqueued": 2, "accepted": 2, "bytes": len(raw)}.items():
             await client.hincrby(keys.counts, name, by)
     await client.hset(keys.source, "exhausted", 1)
-    stop = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(serve_scores(config, stop))
-        await eventually(functools.partial(scorer_is_ready, client, keys), "the scorer's model")
-        await train(config, source)
-        stop.set()
+    await train_beside_a_scorer(config, source, client, keys)
     assert {(job.seq_id, job.version, tuple(job.positions)) for job in asked} == {
         ("3-0:0", 0, (0, 1)), ("3-1:0", 0, (0, 2)),
     }  # fmt: skip
