@@ -85,27 +85,17 @@ def run(measure: Callable[[Any, Path], Coroutine[Any, Any, dict[str, Any]] | dic
     with own_directory() as home:
         found = measure(plan, home)
         found = run_interruptible(found) if isinstance(found, Coroutine) else found
-    sizes = msgspec.to_builtins(plan, enc_hook=str)
-    why = {"why_no_vllm": plan.why_no_vllm} if plan.why_no_vllm else {}
-    return {**sizes, **found, "sizes": sizes, **why}
+    sizes, why = msgspec.to_builtins(plan, enc_hook=str), plan.why_no_vllm
+    return {**sizes, **found, "sizes": sizes, **({"why_no_vllm": why} if why else {})}
 
 
 def run_interruptible(bench: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine. On Ctrl-C and SIGTERM its scopes close, then KeyboardInterrupt is raised."""
-
-    async def ended_by_signals() -> T | None:
-        task = asyncio.create_task(bench)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            return None
-
-    found = asyncio.run(ended_by_signals())
-    if found is None:
-        raise KeyboardInterrupt
-    return found
+    """The result of a coroutine. On SIGTERM as on Ctrl-C its scopes close, then KeyboardInterrupt is raised."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        return asyncio.run(bench)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 async def until(

@@ -23,12 +23,8 @@ from sluice.pipeline.errors import SluiceError
 from sluice.workers.guard.object_keys import ObjectKeys
 from sluice.workers.guard.repeat import OFF, RepeatGuard
 
-DEFAULTS = RepeatTerminateConfig(enabled=True)
-"""The thresholds that are measured: those of a run which only switches the guard on."""
-
+DEFAULTS = RepeatTerminateConfig(enabled=True)  # of a run which only switches the guard on
 ANY_PERIOD = structs.replace(DEFAULTS, any_period=True)
-"""The same with periods of any length, beside them."""
-
 _KEYS = structs.replace(DEFAULTS, max_object_keys=OFF)
 _VOCABULARY, _WORDS = 150_000, 5_000
 _RUN, _PHRASE = (2, 40), (4, 24)  # tokens
@@ -57,8 +53,7 @@ def ns_per_token(rounds: int, length: int, vllm: bool) -> dict[str, Any]:
 
 
 def _time(name: str, rule: Rule, tokens: Sequence[int]) -> float:
-    take = rule()
-    triggers = 0
+    take, triggers = rule(), 0
     began = time.perf_counter_ns()
     for token in tokens:
         if take(token):

@@ -1,15 +1,14 @@
 """The whole benchmark on three brokers of the same program, and the fields of its JSON object.
 
-- Idle latency, from enqueue to start: one sleeping worker process gets one job at a time, at random moments. Both ends
-  read the same host's clock, just before the enqueue call and first thing in the job.
-- Throughput of the queue's calls for one client, with AOF everysec. Bulk enqueue: decode jobs with a chat prompt, 100
-  per call, built before the clock starts and encoded while it runs. Commit: results of real claims, several per call as
-  the committer does, each call below 1 MB. Claim: one job at a time from a short and a long queue in turn; it is handed
-  back off the clock.
-- The cost of two SIGKILLs: jobs of one second each, under a supervisor that restarts dead workers. Both kills hit the
-  worker with the most jobs, half a job's time after it took them. The second hits the jobs that the first one freed, so
-  they are all suspects by then. `start_s`: the longest time from the start of a worker process to its first heartbeat.
-  The aim, `limit_s`: twice the time without kills, plus one worker start.
+- Idle latency, from just before the enqueue call to the job's first line: one sleeping worker process gets one job at a
+  time, at random moments.
+- Throughput of the queue's calls for one client, with AOF everysec. Bulk enqueue: 100 decode jobs a call, built before
+  the clock starts and encoded while it runs. Commit: results of real claims, several per call as the committer does,
+  each call below 1 MB. Claim: one job at a time from a short and a long queue in turn; it is handed back off the clock.
+- The cost of two SIGKILLs, under a supervisor that restarts dead workers: both hit the worker with the most jobs, half
+  a job's time after it took them. The second hits the jobs that the first one freed, so they are all suspects by then.
+  `start_s`: the longest time from the start of a worker process to its first heartbeat. The aim, `limit_s`: twice the
+  time without kills, plus one worker start.
 """
 
 from __future__ import annotations
