@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -96,6 +96,19 @@ def run_interruptible(bench: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(bench)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.asynccontextmanager
+async def beside(work: Coroutine[Any, Any, Any]) -> AsyncGenerator[None]:
+    """Run the work during the block; raises its error if it ends early."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()
 
 
 async def until(

@@ -18,7 +18,7 @@ import json
 import random
 import subprocess
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +30,7 @@ from msgspec.structs import replace
 
 from sluice.bench import pipeline as bench_pipeline
 from sluice.bench.broker import CHUNK, Broker, decode_job, enqueue, own_broker
-from sluice.bench.harness import HOME, BenchPlan, aim, median_of, percentile, play, ratios, say, spread, until
+from sluice.bench.harness import HOME, BenchPlan, aim, beside, median_of, percentile, play, ratios, say, spread, until
 from sluice.bench.http import free_ports, get_s, open_session, until_healthy
 from sluice.bench.models import demo_model
 from sluice.bench.pipeline import QueuedEngines, Sample
@@ -141,7 +141,7 @@ async def _pages(plan: Plan, home: Path, broker: Broker) -> dict[str, Any]:
         await until(is_indexed, "the dashboard to index the history", _INDEXED_S, every_s=0.5)
         indexed_s = time.monotonic() - started
         say(f"index: {plan.sequences} sequences within {indexed_s:.1f} s of the dashboard's start")
-        async with _beside(_look(session, site)):
+        async with beside(_look(session, site)):
             for turn in range(plan.requests + _WARM_PAGES):
                 for name, path in paths.items():
                     took_s = await get_s(session, site + path)
@@ -220,19 +220,6 @@ async def _scrape(session: aiohttp.ClientSession, addresses: list[str]) -> None:
             await get_s(session, f"http://{address}/metrics")
 
 
-@contextlib.asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run the work during the block; raises its error if it ends early."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-    if not task.cancelled():
-        task.result()
-
-
 async def _overhead(plan: Plan, home: Path, brokers: dict[str, Broker]) -> dict[str, Any]:
     load = bench_pipeline.Plan(sequences=plan.per_round, workers=plan.workers, rounds=plan.rounds, max_batch=32)
     sides, addresses, shared = dict[str, QueuedEngines](), list[str](), load.settings()
@@ -249,7 +236,7 @@ async def _overhead(plan: Plan, home: Path, brokers: dict[str, Broker]) -> dict[
 
         async def one(name: str, number: int) -> Sample:
             work = load.jobs(f"round-{number}", plan.per_round)
-            async with _beside(_scrape(session, addresses)) if name == "with-metrics" else contextlib.nullcontext():
+            async with beside(_scrape(session, addresses)) if name == "with-metrics" else contextlib.nullcontext():
                 return (await sides[name].round(work))[0]
 
         def check(_: int, found: Mapping[str, Sample]) -> None:

@@ -128,7 +128,8 @@ class Fleet:
     async def _lines(self, deadline_s: float) -> list[bytes]:
         reads = [process.stdout.readline() for process in self.processes if process.stdout is not None]
         try:
-            found = await asyncio.wait_for(asyncio.gather(*reads), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                found = await asyncio.gather(*reads)
         except TimeoutError as error:
             self.check()
             raise DeadlineExceeded(f"a {self._kind} process was silent for {deadline_s:.0f} s") from error

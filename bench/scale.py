@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from sluice.bench.broker import Broker, chunks, decode_job, enqueue, in_flight, own_broker, run_config
-from sluice.bench.harness import HOME, BenchPlan, by_count, say, until, write_rows
+from sluice.bench.harness import HOME, BenchPlan, beside, by_count, say, until, write_rows
 from sluice.bench.models import demo_model
 from sluice.bench.processes import Fleet, Parent, memory_bytes, run_settings
 from sluice.bench.queue.race import noop
@@ -118,11 +118,9 @@ async def serve_idle(parent: Parent, url: str, workers: int) -> None:
 
     async def wait(name: str) -> None:
         client = connect(config.broker)
-        beating = asyncio.create_task(StatusReporter(client, keys, "worker", name).run())
         worker = ArqWorker([noop], client=client, keys=keys, config=config, name=name, stop=stop, handle_signals=False)
-        await worker.main()
-        beating.cancel()
-        await asyncio.wait({beating})
+        async with beside(StatusReporter(client, keys, "worker", name).run()):
+            await worker.main()
         await client.aclose()
 
     tasks = [asyncio.create_task(wait(f"worker-{number}")) for number in range(workers)]

@@ -30,7 +30,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from sluice.bench.broker import Broker, chunks, decode_job, enqueue, enqueue_calls, in_flight, own_broker, run_config
-from sluice.bench.harness import by_count, percentile, say, until
+from sluice.bench.harness import beside, by_count, percentile, say, until
 from sluice.bench.processes import Parent, child_command
 from sluice.bench.queue.race import MAX_JOBS, SAQ_MISSING, SYSTEMS, Ours, Plan, Race, saq_is_installed
 from sluice.pipeline.broker.connection import ping
@@ -269,14 +269,12 @@ class _Round:
         async def up() -> bool:
             return len((await self._broker.snapshot(self._config.run)).alive("worker")) == self._workers
 
-        task = asyncio.create_task(self._supervisor.run())
         try:
-            await until(up, f"{self._workers} workers to start", _DEADLINE_S, every_s=_LOOK_S)
-            self.start_s = time.perf_counter() - began
-            yield
+            async with beside(self._supervisor.run()):
+                await until(up, f"{self._workers} workers to start", _DEADLINE_S, every_s=_LOOK_S)
+                self.start_s = time.perf_counter() - began
+                yield
         finally:
-            task.cancel()
-            await asyncio.wait({task})
             await self._supervisor.stop()
 
     async def _holders(self) -> Counter[str]:
