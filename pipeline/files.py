@@ -73,6 +73,16 @@ def fsync_tree(directory: Path) -> None:
     _fsync(directory)
 
 
+def link_files(source: Path, target: Path) -> None:
+    """Hard links to the files directly in `source`; copies where it's on another file system."""
+    for file in sorted(source.iterdir()):
+        if file.is_file():
+            try:
+                os.link(file.resolve(), target / file.name)  # the file itself: a hub cache holds relative links
+            except OSError:
+                shutil.copy2(file, target / file.name)
+
+
 def fsync_directory(directory: Path) -> None:
     """Make renames inside a directory durable."""
     _fsync(directory)

@@ -132,7 +132,7 @@ async def _intake(role: Role) -> AsyncGenerator[Intake]:
 
 def _credit(config: Config) -> Credit:
     settings = config.producer
-    per_version = settings.samples_per_version * config.trainer.checkpoint_every
+    per_version = settings.samples_per_version * config.trainer.publish_every
     return Credit(settings.max_in_flight, per_version, settings.max_staleness, settings.max_in_flight_mb << 20)
 
 

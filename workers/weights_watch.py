@@ -46,11 +46,9 @@ class WeightsWatch:
         self.saw(await self._registry.latest())
 
     def newer(self) -> int | None:
-        """The version number the engine should move to, or None."""
+        """The version number the engine should move to, or None; a lower one if a kill undid later steps."""
         latest = self._latest
-        if latest is None or latest == self._refused or latest <= self._backend.version:
-            return None
-        return latest
+        return None if latest in (None, self._refused, self._backend.version) else latest
 
     async def prove(self) -> None:
         """Check the engine against the probe of the version it started with, once that is published.
@@ -116,7 +114,7 @@ class WeightsWatch:
         backend, tolerance = self._backend, self._config.weights.probe_tolerance
         probe = probe_of(manifest, backend.facts.dtype, tolerance, backend.version)
         directory = await asyncio.to_thread(verify, manifest)
-        await backend.load_weights(directory, version, probe)
+        await backend.load_weights(directory, version, probe, manifest.parent)
         return manifest.published_at or time.time()
 
 

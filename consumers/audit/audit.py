@@ -1,8 +1,8 @@
 """One audit, from the run's directory to the report: every sampled token is right, marked, wrong or unchecked.
 
-- wrong: a number is off, not finite, or claims another version than `versions[i] + 1`; a marked token's proximal
-  logprob isn't its behaviour logprob; its mask, or the advantage it was trained with, is incorrect; or it differs from
-  what the consumer handed off.
+- wrong: a number is off, not finite, or claims another version than the one that was published from `versions[i]`; a
+  marked token's proximal logprob isn't its behaviour logprob; its mask, or the advantage it was trained with, is
+  incorrect; or it differs from what the consumer handed off.
 - unchecked: nothing was found wrong, but a version it needs is gone, or an image of its sequence is gone or changed.
 - marked: the behaviour logprob is right, and there is no proximal one, as `proximal_versions[i] == -1` says.
 - right: both logprobs are right.
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from sluice.consumers.audit.evidence import Compared, Evidence, Groups, Mask, evidence_of
 from sluice.consumers.audit.recompute import Recomputed, pixels_of, recompute
 from sluice.consumers.audit.report import Advantages, Fault, FaultKind, NotChecked, Report, Unchecked
-from sluice.consumers.audit.stored import Stored, choose, read_sequences, trained_versions
+from sluice.consumers.audit.stored import Stored, choose, line_of, read_sequences, trained_versions
 from sluice.consumers.history.reader import HistoryReader
 from sluice.consumers.run_files import HISTORY, ROLLOUTS, WEIGHTS
 from sluice.pipeline.config.types import Config
@@ -50,7 +50,9 @@ def audit_run(
         torch.set_num_threads(config.trainer.torch_threads)
     folder = directory / ROLLOUTS
     groups = Groups(config)
-    sequences, stored = choose(groups.noting(read_sequences(folder, steps)), limit, seed)
+    trained_at = trained_versions(directory)
+    line = line_of(trained_at)
+    sequences, stored = choose(groups.noting(read_sequences(folder, steps, line)), limit, seed)
     if not any(sequence.sampled.any() for sequence in sequences):
         raise DataError(f"{folder}: none of its {stored} sequences has a token that the policy sampled")
     pairs = [(sequence, Recomputed.empty(len(sequence.token_ids))) for sequence in sequences]
@@ -60,7 +62,6 @@ def audit_run(
         missing = recompute(directory / WEIGHTS, config.model, visible, needed, pixels)
     needed = _needed([sequence for sequence in sequences if sequence.name not in pixels.gone])
     missing &= set(needed)
-    trained_at = trained_versions(directory)
     # The step after which a version is published is recorded before the version is.
     newest = max(newest_number(directory / WEIGHTS), max(trained_at.values()) + 1) if trained_at else None
     tally = Tally(tolerance, frozenset(missing), newest)

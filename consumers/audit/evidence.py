@@ -35,6 +35,7 @@ from sluice.consumers.history.reader import HistoryReader
 from sluice.consumers.samples import group_advantages
 from sluice.consumers.tasks.segments import LeftOut
 from sluice.pipeline.config.types import Config
+from sluice.pipeline.weights.line import Line
 from sluice.pipeline.wire.messages import TrainingSample
 
 _RELATIVE = 1e-6  # same code and numbers, maybe another machine
@@ -169,9 +170,9 @@ def _of_the_trainer(
     if version is None:
         unchecked["staleness"] = sampled
     else:
-        lag = version - stored.versions
-        over = sampled & (lag > policy.max_token_staleness)
-        off |= (why[LeftOut.stale] & ~over) | (is_on & over) | (why[LeftOut.missing] & (lag == 0))
+        line = Line.consecutive(version) if stored.line is None else stored.line.up_to(version)
+        over = sampled & (line.lags(stored.versions) > policy.max_token_staleness)
+        off |= (why[LeftOut.stale] & ~over) | (is_on & over) | (why[LeftOut.missing] & (stored.versions == version))
     # A token that nobody sampled is identified by its version, so that fault is called "version".
     return MaskFindings(off & (sampled | ~is_on), unchecked)
 

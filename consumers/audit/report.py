@@ -28,7 +28,7 @@ Unchecked = Literal[
 _WIDE = 160  # columns, if there is no terminal
 _FAULTS: dict[FaultKind, str] = {
     "version": "sampled, but the version of its weights is missing",
-    "proximal_version": "proximal version is neither version + 1 nor -1",
+    "proximal_version": "proximal version is neither the next version nor -1",
     "behaviour": "behaviour logprob is off",
     "proximal": "proximal logprob is off",
     "marked": "marked as not scored, but its proximal logprob differs from the behaviour's",

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from sluice.consumers.run_files import METRICS
 from sluice.consumers.training.step_log import read_rollouts
 from sluice.pipeline.errors import ConfigError, DataError, MessageError
+from sluice.pipeline.weights.line import Line
 from sluice.pipeline.wire.codec import read_json
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs
@@ -36,6 +37,7 @@ class Stored:
     logprobs: NDArray[np.float32]  # nats
     proximal_versions: NDArray[np.int32]
     proximal_logprobs: NDArray[np.float32]  # nats
+    line: Line | None = None  # the run's live versions; None: unknown, and taken for consecutive
 
     @property
     def seq_id(self) -> str:
@@ -75,21 +77,25 @@ class Stored:
     @property
     def scored(self) -> NDArray[np.bool_]:
         """Where a proximal logprob is claimed, with the version it must have."""
-        return self.sampled & (self.proximal_versions == self.versions + 1)
+        following = self.versions + 1 if self.line is None else self.line.successors(self.versions)
+        return self.sampled & (self.proximal_versions == following) & (self.proximal_versions != -1)
 
     def needed(self) -> set[int]:
         """The versions whose forward pass this sequence needs."""
         return {*self.versions[self.sampled].tolist(), *self.proximal_versions[self.scored].tolist()}
 
 
-def read_sequences(folder: Path, steps: str | None = None) -> Iterator[Stored]:
-    """Every stored sequence of those steps, in order; raises DataError if there is none or a file is damaged."""
+def read_sequences(folder: Path, steps: str | None = None, line: Line | None = None) -> Iterator[Stored]:
+    """Every stored sequence of those steps, in order; raises DataError if there is none or a file is damaged.
+
+    `line`: see `line_of`.
+    """
     first, last = step_bounds(steps)
     held: list[int] = []
     for step, batch in read_rollouts(folder):
         held.append(step)
         if first <= step <= last:
-            yield from (_stored(step, sample) for sample in batch.samples)
+            yield from (_stored(step, sample, line) for sample in batch.samples)
     if not held:
         raise DataError(f"{folder}: no stored rollouts; run with trainer.keep_rollouts (a number of steps; null: all)")
     if not any(first <= step <= last for step in held):
@@ -107,7 +113,7 @@ def choose(sequences: Iterable[Stored], limit: int | None, seed: int) -> tuple[l
     return [sequence for _, sequence in sorted(chosen, key=lambda pair: pair[0])], seen
 
 
-def _stored(step: int, sample: TrainingSample) -> Stored:
+def _stored(step: int, sample: TrainingSample, line: Line | None) -> Stored:
     size = len(sample.token_ids)
     return Stored(
         step=step,
@@ -118,6 +124,7 @@ def _stored(step: int, sample: TrainingSample) -> Stored:
         logprobs=_floats(sample.logprobs, size),
         proximal_versions=_ints(sample.proximal_versions, size, -1),
         proximal_logprobs=_floats(sample.proximal_logprobs, size),
+        line=line,
     )
 
 
@@ -148,6 +155,13 @@ def trained_versions(directory: Path) -> dict[int, int]:
             f"{file}: cannot be read ({error}); delete the damaged lines to continue without them"
         ) from error
     return {each.step: each.version for each in steps if each.version is not None}
+
+
+def line_of(trained_at: Mapping[int, int]) -> Line | None:
+    """The live versions up to that of the last step: a run that goes back cuts the steps that it redoes. None if
+    unknown.
+    """
+    return Line(sorted(set(trained_at.values()))) if trained_at else None
 
 
 def step_bounds(steps: str | None) -> tuple[float, float]:

@@ -7,7 +7,7 @@
 - Tokens are the ids that were sampled or trained; their text comes from `char_ends`, never from re-tokenising.
   A character that spans tokens belongs to the token that completes it, so the joined texts are the decoded text.
 - Two sheets: the sampled tokens, with the sample's weights up to where both agree; and the trained tokens.
-- A proximal logprob is valid only at versions[i] + 1; if none is needed, none counts as missing.
+- A proximal logprob is valid only under a later version than versions[i]; if none is needed, none counts as missing.
 - A token has one class per colouring; the page's radio buttons select one, without a script. Colour is never the only
   cue: underlines, marks, the legend and the token's title say the same.
 """
@@ -40,7 +40,7 @@ KINDS: dict[Kind, str] = {
     "other": "not sampled: from a tool, a user or a forced end",
     "added": "added by the task",
 }
-PROXIMAL = {"valid": "valid: scored under version + 1", "missing": "missing", "not_needed": "not needed"}
+PROXIMAL = {"valid": "valid: scored under the next version", "missing": "missing", "not_needed": "not needed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Sheet:
         version, scored = self.versions[at], self.proximal_versions[at]
         if self.kinds[at] != "sampled" or version < 0:
             return "not_needed"
-        if scored == version + 1 and math.isfinite(self.proximal_logprobs[at]):
+        if scored > version and math.isfinite(self.proximal_logprobs[at]):
             return "valid"
         is_cut = self.supervision is not None and at >= self.agreed
         return "not_needed" if is_cut or version >= self.needed_below else "missing"

@@ -248,7 +248,7 @@ def k3(trained: Trained, sample: TrainingSample) -> tuple[float, int]:
     total, tokens = 0.0, 0
     columns = zip(proximal, sample.logprobs, trained.proximal_versions, sample.versions, strict=True)
     for new, old, scored, version in columns:
-        if version >= 0 and scored == version + 1:
+        if 0 <= version < scored:
             log_ratio = max(-_MOST_RATIO, min(_MOST_RATIO, new - old))
             total, tokens = total + math.expm1(log_ratio) - log_ratio, tokens + 1
     return total, tokens

@@ -33,10 +33,11 @@ from safetensors.torch import load_file, save_file
 from sluice.consumers.training.model import HANDOFF_FILE, read_model, write_model
 from sluice.consumers.training.optimizer import optimizer_name
 from sluice.pipeline.config.types import ModelConfig
-from sluice.pipeline.errors import ConfigError, DataError, MessageError, ModelError
-from sluice.pipeline.files import fsync_directory, fsync_tree, remove_unfinished, write_atomic
+from sluice.pipeline.errors import ConfigError, DataError, MessageError, ModelError, WeightsError
+from sluice.pipeline.files import fsync_directory, fsync_tree, link_files, remove_unfinished, write_atomic
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.weights.versions import MANIFEST, newest_number, read_manifest
+from sluice.pipeline.weights.line import Line
+from sluice.pipeline.weights.versions import newest_number, numbered_directories, read_manifest
 from sluice.pipeline.wire.codec import read_json
 from sluice.pipeline.wire.messages import DeadLetter
 
@@ -45,6 +46,7 @@ _OPTIMIZER = Path("trainer/optimizer.safetensors")
 _DIGESTS = Path("trainer/digests.json")
 _NAME = "optimizer"
 _RECENT_IDS = 8192
+_RECENT_VERSIONS = 1024  # far more than `policy.max_token_staleness` of any use
 _TOTALLED = ("rollout/repeat_terminate_triggered_sequences", "rollout/repeat_terminate_tokens_saved")
 
 
@@ -52,7 +54,11 @@ class TrainerState(msgspec.Struct, kw_only=True):
     """Everything but tensors. A shallow copy is enough: methods replace what they change."""
 
     step: int = 0
-    version: int = 0
+    version: int = 0  # the newest live one
+    version_step: int | None = None  # the step whose weights it has; None: `step`
+    branch: int = 0  # as in its manifest
+    versions: list[int] = []  # the newest live ones; empty: all up to `version`
+    num_versions: int | None = None  # live ones after the first; None: `version`
     unacked: list[tuple[str, int]] = []  # (stream id, samples) in these weights, ack possibly not sent yet
     unacked_drops: dict[str, list[DeadLetter]] = {}  # stream id -> letters of its dropped samples
     recent: list[str] = []  # newest trained sequence ids
@@ -60,6 +66,29 @@ class TrainerState(msgspec.Struct, kw_only=True):
     samples: int = 0
     tokens: int = 0
     totals: dict[str, float] = {}  # of the run: the published counters in `_TOTALLED`, summed over its steps
+
+    @property
+    def line(self) -> Line:
+        """The live versions."""
+        return Line(self.versions) if self.versions else Line.consecutive(self.version)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether these weights are those of `version`."""
+        return self.version_step in (None, self.step)
+
+    @property
+    def published(self) -> int:
+        """Live versions after the first."""
+        return self.version if self.num_versions is None else self.num_versions
+
+    def publish(self, number: int) -> None:
+        """These weights are the next version."""
+        self.num_versions = self.published + 1
+        self.versions = [*self.line.newest_few(_RECENT_VERSIONS - 1), number]
+        if number != self.version + 1:
+            self.branch = number
+        self.version, self.version_step = number, self.step
 
     def count(self, record: dict[str, float]) -> dict[str, float]:
         """Add a step's published counters; the run's totals under `total/` keys."""
@@ -91,15 +120,21 @@ def save(
     state: TrainerState,
     source: Path,
     fence: Callable[[], None] = lambda: None,
+    *,
+    written: Path | None = None,
 ) -> Path:
     """Write step `state.step`; returns its directory once it is durable.
 
-    `fence` is called right before the rename, and may raise to prevent it.
+    `written`: a directory that `write_model` has filled with this model; its files are linked. `fence` is called right
+    before the rename, and may raise to prevent it.
     """
     target = root / f"step-{state.step:06d}"
     aside = root / f".{target.name}.{secrets.token_hex(8)}.tmp"  # pids repeat across containers
     (aside / "trainer").mkdir(parents=True)
-    write_model(model, source, aside)
+    if written is None:
+        write_model(model, source, aside)
+    else:
+        link_files(written, aside)
     save_file(_optimizer_tensors(optimizer), str(aside / _OPTIMIZER), {_NAME: optimizer_name(optimizer)})
     write_atomic(aside / _STATE, msgspec.json.encode(state))
     write_atomic(aside / _DIGESTS, msgspec.json.encode(_digests(aside)))
@@ -247,27 +282,58 @@ def of_own_loop(run_dir: Path) -> Path | None:
 
 
 def read_state(run_dir: Path) -> TrainerState:
-    """What your own training loop continues from: the newer of its two files, or the state of the built-in trainer's
-    newest version. Raises DataError for a damaged file.
+    """What your own training loop continues from: what it made durable last, or the built-in trainer's newest
+    checkpoint. Raises DataError for a damaged file.
     """
-    number = newest_number(run_dir / "weights")
-    of_version = _state_of_version(run_dir, number) if number > 0 else TrainerState()  # 0: the initial model
-    without_version = _read_handoff(run_dir) or TrainerState()
-    state = max((of_version, without_version), key=lambda state: state.step)
-    state.version = max(number, 0)
-    return state
+    return _durable(run_dir)[0]
 
 
-def _state_of_version(run_dir: Path, number: int) -> TrainerState:
-    directory = run_dir / "weights" / f"v{number:06d}"
-    if (state := _read_handoff(directory)) is not None:
-        return state
+def model_of(run_dir: Path) -> Path | None:
+    """The directory with the weights of that state, or of the newest version before it; None before the first."""
+    return _durable(run_dir)[1]
+
+
+def _durable(run_dir: Path) -> tuple[TrainerState, Path | None]:
+    """The newest state and the model that belongs to it."""
+    root = run_dir / "weights"
+    found = [*_of_versions(root), *_of_checkpoints(run_dir)]
+    if (without_version := _read_handoff(run_dir)) is not None:
+        number = max((state.version for state, _ in found), default=without_version.version)
+        without_version.version = number
+        found.append((without_version, root / f"v{number:06d}"))
+    if found:
+        return max(found, key=lambda each: each[0].step)
+    number = newest_number(root)
+    return TrainerState(), None if number < 0 else root / f"v{number:06d}"
+
+
+def _of_versions(root: Path) -> Iterator[tuple[TrainerState, Path]]:
+    """The newest version of your own loop: it's durable with the version's files."""
+    for number, directory in reversed(numbered_directories(root)):
+        if (state := _read_handoff(directory)) is not None:
+            state.version = number
+            yield state, directory
+            return
+
+
+def _of_checkpoints(run_dir: Path) -> Iterator[tuple[TrainerState, Path]]:
+    """The built-in trainer's newest; if its state is damaged, its version says which step it is."""
+    root = run_dir / "weights"
+    steps = {}
+    for number, directory in numbered_directories(root):
+        with contextlib.suppress(WeightsError):
+            steps[read_manifest(directory).step] = number
     for found in reversed(_all(run_dir / "checkpoints")):
-        with contextlib.suppress(OSError, MessageError):  # a damaged one: the version says which step it is
+        try:
             state = read_json((found / _STATE).read_bytes(), TrainerState, _STATE.name)
-            if state.version == number:
-                return state
-    return TrainerState(step=read_manifest(directory).step if (directory / MANIFEST).exists() else 0)
+        except (OSError, MessageError):
+            step = int(found.name.removeprefix("step-"))
+            if step not in steps:
+                continue
+            state = TrainerState(step=step, version=steps[step])
+        version = root / f"v{state.version:06d}"
+        yield state, version if state.is_published and version.is_dir() else found
+        return
 
 
 def write_state(directory: Path, state: TrainerState, fence: Callable[[], None] = lambda: None) -> None:

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from sluice.consumers.pack import IGNORED
 from sluice.consumers.samples import blind, letter
 from sluice.consumers.tasks.codec import HFTextCodec
-from sluice.consumers.training.checkpoint import TrainerState, write_state
+from sluice.consumers.training.checkpoint import TrainerState, model_of, write_state
 from sluice.consumers.training.forward import Layout, TrainerForward
 from sluice.consumers.training.images import IMAGE_FAILED, SampleImages, pixels_of, token_type_names
 from sluice.consumers.training.model import model_class, probe_of, probe_tokens, stage
@@ -188,8 +188,8 @@ class Rollouts:
 
     @property
     def model_path(self) -> Path:
-        """Directory of the newest version, to start or resume from: it includes everything that `publish` finished."""
-        return self._root / f"v{number:06d}" if (number := newest_number(self._root)) >= 0 else self._source
+        """Directory of the newest weights, to start or resume from: they include everything that `publish` finished."""
+        return model_of(self._root.parent) or self._source
 
     def batches(self, *, ahead: bool = False) -> Iterator[Batch]:
         """Batches of `producer.samples_per_version` samples, fewer in the last one, until the run ends.
@@ -368,20 +368,19 @@ async def _take(session: Session, known: Collection[str]) -> list[TrainingSample
 async def finish(session: Session, record: Mapping[str, float], finishes: Collection[str] | None = None) -> bool:
     """Make these samples, or all given ones, a step without a version; returns whether the run is complete."""
     await session.step(record, finishes=finishes)
-    await session.commit(lambda state, fence: write_state(session.run_dir, state, fence), publish=False)
+    await session.commit(lambda state, fence: write_state(session.run_dir, state, fence))
     return await session.complete()
 
 
 async def _publish(session: Session, weights: Weights, record: Mapping[str, float], finishes: Collection[str]) -> bool:
     """The same with a version, from a staged directory that is removed afterwards."""
 
-    def save(state: TrainerState, _: Fence) -> Weights:  # durable with the version's files
+    def save(state: TrainerState, _: Fence) -> None:  # durable with the version's files
         write_state(weights.directory, state)
-        return weights
 
     try:
         await session.step(record, finishes=finishes, empty=True)
-        await session.commit(save)
+        await session.commit(save, weights)
     finally:
         await asyncio.to_thread(shutil.rmtree, weights.directory, ignore_errors=True)
     return await session.complete()

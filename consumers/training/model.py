@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -163,9 +164,27 @@ def stage(model: Any, source: Path, root: Path) -> Path:
     `model` has `save_pretrained` (transformers), or is the directory of a saved model. Raises ModelError for anything
     else, and for tensors that the run's model, `source`, doesn't have.
     """
+    with staging(root) as aside:
+        _save_in(aside, model)
+        _check(aside, source)
+        _copy(source, aside, but=_WEIGHTS)
+        return aside
+
+
+@contextlib.contextmanager
+def staging(root: Path) -> Iterator[Path]:
+    """A directory in `root` for a version's files. It stays after the block, unless that raises."""
     # What a killed process leaves is deleted by the next publish.
     aside = root / f".v-staged.{secrets.token_hex(8)}.tmp"
     aside.mkdir(parents=True)
+    try:
+        yield aside
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _save_in(aside: Path, model: Any) -> None:
     if isinstance(model, str | os.PathLike):
         if not Path(model).is_dir():
             raise ModelError(f"{model}: no such directory; give a model, or a directory written by save_pretrained")
@@ -177,9 +196,6 @@ def stage(model: Any, source: Path, root: Path) -> Path:
             raise ModelError(f"the model cannot be saved: {error}") from error
     else:
         raise ModelError(f"a {type(model).__name__} has no save_pretrained; give the transformers model itself")
-    _check(aside, source)
-    _copy(source, aside, but=_WEIGHTS)
-    return aside
 
 
 def probe_of(model: Any, tokens: list[int]) -> float | None:

@@ -115,4 +115,4 @@ def schedule_end(config: TrainerConfig) -> int | None:
     """The last step above the floor; None if nothing says."""
     if config.schedule_steps is not None:
         return config.schedule_steps
-    return None if config.max_versions is None else config.max_versions * config.checkpoint_every
+    return None if config.max_versions is None else config.max_versions * config.publish_every

@@ -185,7 +185,7 @@ class PolicyRows(NamedTuple):
     """Laid out like the packed rows, all [R, L]; 0 (versions -1) where the mask is off. `versions` is -1 too where the
     trainer scored the token itself: no engine's score is there to compare with.
 
-    bool, 3 × float32, int32, int64, 2 × float32; `sequences` has the index of the sample, `reference` NaN where there
+    bool, 3 × float32, 2 × int32, int64, 2 × float32; `sequences` has the index of the sample, `reference` NaN where there
     is no score.
     """
 
@@ -194,6 +194,7 @@ class PolicyRows(NamedTuple):
     behaviour: np.ndarray
     advantages: np.ndarray
     versions: np.ndarray
+    scored_by: np.ndarray  # the version of `proximal`, which is the token's own if it isn't older than the trainer's
     sequences: np.ndarray
     reference: np.ndarray
     before: np.ndarray
@@ -231,6 +232,7 @@ def policy_rows(
         np.zeros(shape, dtype=bool),
         *(np.zeros(shape, dtype=np.float32) for _ in range(3)),
         versions=np.full(shape, -1, dtype=np.int32),
+        scored_by=np.full(shape, -1, dtype=np.int32),
         sequences=np.zeros(shape, dtype=np.int64),
         reference=np.full(shape, np.nan, dtype=np.float32),
         before=np.zeros(shape, dtype=np.float32),
@@ -252,7 +254,9 @@ def policy_rows(
             rows.before[at] = np.where(mask, np.array(before[sample.seq_id]), 0)
         if len(sample.versions):
             known = mask & ~own[sample.seq_id] if own and sample.seq_id in own else mask
-            rows.versions[at] = np.where(known, np.array(sample.versions.expand()), -1)
+            versions, scored_by = np.array(sample.versions.expand()), proximal_of(sample)[1]
+            rows.versions[at] = np.where(known, versions, -1)
+            rows.scored_by[at] = np.where(known, np.where(scored_by >= 0, scored_by, versions), -1)
     return rows
 
 
@@ -299,7 +303,7 @@ class PolicyTerm:
         """The part of these rows in the loss of the batch."""
         rows = policy_rows(self._samples, packed, self._own, self._reference, self._before)
         device = logits.device
-        mask, proximal, behaviour, advantages, versions, sequences, reference, before = (
+        mask, proximal, behaviour, advantages, versions, scored_by, sequences, reference, before = (
             torch.from_numpy(part[:, 1:]).to(device) for part in rows
         )
         targets = torch.from_numpy(packed.input_ids[:, 1:]).to(device)
@@ -317,7 +321,7 @@ class PolicyTerm:
             self._options,
             surrogate=self._surrogate,
             shares=None if self._shares is None else self._shares.to(logp)[sequences],
-            measured=None if self._version is None else _is_scored_by(self._version, versions),
+            measured=None if self._version is None else scored_by == self._version,
             entropies=entropies,
             sequences=sequences,
             num_sequences=len(self._samples),
@@ -412,11 +416,6 @@ def batch_normalised(samples: Sequence[TrainingSample], options: PolicyConfig) -
 def rollout_of(sample: TrainingSample) -> tuple[str, int | str]:
     """The same for all parts of a forked rollout."""
     return sample.group_id, sample.seq_id if sample.index < 0 else sample.index
-
-
-def _is_scored_by(version: int, versions: Tensor) -> Tensor:
-    """Whether a token's proximal version (its own, if it is the trainer's; else the next) is the trainer's."""
-    return (versions >= 0) & (versions <= version) & (version - versions <= 1)
 
 
 def aggregation(counts: Sequence[int], options: PolicyConfig) -> tuple[int, Tensor | None]:

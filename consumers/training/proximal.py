@@ -1,20 +1,23 @@
 """The proximal logprob of each sampled token: planned, then filled in. Pure: no torch, no broker.
 
-    plan(sample, v) ─▶ score_jobs(…), tokens to recompute ─▶ fill(plan, scores) ─▶ sample, or why it is dropped
+    plan(sample, line, own) ─▶ score_jobs(…), tokens to recompute ─▶ fill(plan, scores) ─▶ sample, or why it is dropped
 
-`v` is the version of the trainer's weights. Applies to tokens with `response_mask` 1; the first matching row wins:
+`line` holds the live versions, `v` is the newest. `next` is the live version that was published from versions[i]:
+versions[i] + 1, unless a kill undid that one. `own` is v if the trainer's weights are exactly those of v.
+
+Applies to tokens with `response_mask` 1; the first matching row wins:
 
 | token                                            | the loss uses                                        |
 |--------------------------------------------------|------------------------------------------------------|
 | no version, no finite logprob, before the answer | nothing: masked, counted as foreign                  |
-| v - versions[i] > max_token_staleness            | nothing: masked, or its sample is dropped (on_stale) |
+| more than max_token_staleness versions are newer | nothing: masked, or its sample is dropped (on_stale) |
 | versions[i] = v                                  | its behaviour logprob: on-policy, w = 1              |
-| proximal_versions[i] = versions[i] + 1           | that score, whatever its source                      |
-| versions[i] = v - 1                              | the trainer's own score under v, before its update   |
-| versions[i] <= v - 2                             | a score job's, under versions[i] + 1                 |
-| versions[i] > v, or no such score arrived        | set by on_missing_proximal                           |
+| proximal_versions[i] = next                      | that score, whatever its source                      |
+| next = own                                       | the trainer's own score, before its update           |
+| there is a next                                  | a score job's, under it                              |
+| versions[i] is lost, or no such score arrived    | set by on_missing_proximal                           |
 
-- Version 0 is a version; -1 is none. A proximal version that is neither -1 nor versions[i] + 1 is never used.
+- Version 0 is a version; -1 is none. A proximal version other than `next` is never used.
 - Afterwards `proximal_versions` is correct or -1 at every trained token, and where it is -1 the value is the behaviour
   logprob; where the mask is 0 it is -1 and the value 0, and `left_out` says why a sampled token has none.
 - The value at a token marked -1 is never read: only `proximal_of` reads the values.
@@ -34,6 +37,7 @@ from numpy.typing import NDArray
 from sluice.consumers.tasks.segments import LeftOut
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.errors import MessageError
+from sluice.pipeline.weights.line import Line
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
@@ -47,10 +51,13 @@ class Plan:
 
     sample: TrainingSample
     version: int  # v
+    own_version: int | None  # that of the trainer's weights; None between two versions
     versions: NDArray[np.int64]
+    successors: NDArray[np.int64]  # `next`; -1: there is none
+    lags: NDArray[np.int64]  # live versions that are newer
     tokens: Mask
     foreign: Mask  # masked: unknown what sampled them
-    mislabelled: Mask  # their proximal version was wrong and isn't used
+    mislabelled: Mask  # their proximal version can't be one, and isn't used
     stale: Mask
     on_policy: Mask
     kept: Mask  # they arrived with a valid proximal logprob
@@ -62,19 +69,22 @@ class Plan:
 def proximal_of(sample: TrainingSample) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """The usable proximal logprobs (nats) and the version of each; both of shape (len(token_ids),).
 
-    Where the version isn't versions[i] + 1, or the value isn't finite, they are the behaviour logprob (0 if that
-    wasn't passed on) and -1.
+    Where the version isn't a later one than versions[i], or the value isn't finite, they are the behaviour logprob (0
+    if that wasn't passed on) and -1.
     """
     length = len(sample.token_ids)
     versions = np.array(sample.versions.expand() or [-1] * length, dtype=np.int64)
     claimed = np.array(sample.proximal_versions.expand() or [-1] * length, dtype=np.int64)
     values, behaviour = _floats(sample.proximal_logprobs, length), np.array(sample.logprobs or [0.0] * length)
-    true = (versions >= 0) & (claimed == versions + 1) & np.isfinite(values)
+    true = (versions >= 0) & (claimed > versions) & np.isfinite(values)
     return np.where(true, values, behaviour), np.where(true, claimed, -1)
 
 
-def plan(sample: TrainingSample, version: int, options: PolicyConfig) -> Plan:
-    """Classify the tokens of one sample; raises MessageError if a per-token array is missing altogether."""
+def plan(sample: TrainingSample, line: Line, options: PolicyConfig, *, own_version: int | None) -> Plan:
+    """Classify the tokens of one sample; raises MessageError if a per-token array is missing altogether.
+
+    `own_version`: that of the trainer's weights; None between two versions.
+    """
     tokens = _ints(sample, "response_mask") == 1
     versions = _ints(sample, "versions") if tokens.any() else np.full(len(tokens), -1, dtype=np.int64)
     behaviour = _floats(sample.logprobs, len(tokens))
@@ -83,32 +93,37 @@ def plan(sample: TrainingSample, version: int, options: PolicyConfig) -> Plan:
         raise _missing(sample, "logprobs")
     behind = np.arange(len(tokens)) >= max(1, sample.prompt_len)  # the very first position has no context
     usable = tokens & behind & (versions >= 0) & np.isfinite(behaviour)
-    true = proximal_of(sample)[1] >= 0
-    lag = version - versions
-    stale = usable & (lag > options.max_token_staleness)
-    on_policy = usable & ~stale & (lag == 0)
-    kept = usable & ~on_policy & true
-    unscored = usable & ~stale & ~on_policy & ~kept
+    successors, lags = line.successors(versions), line.lags(versions)
+    scored = proximal_of(sample)[1]
+    stale = usable & (lags > options.max_token_staleness)
+    on_policy = usable & ~stale & (versions == line.newest)
+    kept = usable & ~on_policy & (successors >= 0) & (scored == successors)
+    unscored = usable & ~stale & ~on_policy & ~kept & (successors >= 0)
+    own = unscored & (successors == (-1 if own_version is None else own_version))
     is_lost = options.on_stale == "drop" and bool(stale.any())
     return Plan(
         sample=sample,
-        version=version,
+        version=line.newest,
+        own_version=own_version,
         versions=versions,
+        successors=successors,
+        lags=lags,
         tokens=tokens,
         foreign=tokens & ~usable,
-        mislabelled=usable & (claimed != -1) & ~true,
+        # One of a lost version was right when it was taken.
+        mislabelled=usable & (claimed != -1) & ((scored == -1) | ((scored != successors) & line.holds(scored))),
         stale=stale,
         on_policy=on_policy,
         kept=kept,
-        recompute=unscored & (lag == 1) & (not is_lost),
-        ask=unscored & (lag >= 2) & (not is_lost),
+        recompute=own & (not is_lost),
+        ask=unscored & ~own & (not is_lost),
         is_lost=is_lost,
     )
 
 
 def score_jobs(plan: Plan, run: str) -> list[ScoreJob]:
     """One per version that has to score tokens of this sample; positions count from the end of the prompt."""
-    wanted = plan.versions + 1
+    wanted = plan.successors
     return [
         score_job(plan, plan.ask & (wanted == version), version, run)
         for version in sorted(set(wanted[plan.ask].tolist()))
@@ -140,7 +155,7 @@ def scores_by_place(plan: Plan, results: Iterable[ScoreResult]) -> dict[int, flo
         for position, logprob in zip(result.positions, result.logprobs, strict=True):
             at = position + plan.sample.prompt_len
             asked = position >= 0 and at < len(plan.ask) and bool(plan.ask[at])
-            if asked and plan.versions[at] + 1 == result.scored_version and np.isfinite(logprob):
+            if asked and plan.successors[at] == result.scored_version and np.isfinite(logprob):
                 found[at] = logprob
     return found
 
@@ -182,11 +197,11 @@ def fill(plan: Plan, recomputed: Sequence[float], asked: Mapping[int, float], op
             f"{counts.stale} tokens over the bound, {_count(missing)} without a proximal logprob, at v{plan.version}"
         )
         return Filled(None, counts, reason, detail)
-    counts.take_lags((plan.version - plan.versions)[trained].tolist())
+    counts.take_lags(plan.lags[trained].tolist())
     sample = replace(
         plan.sample,
         proximal_logprobs=FloatArray(np.where(trained, values, 0.0).tolist()),
-        proximal_versions=Runs.of(np.where(known & trained, plan.versions + 1, -1).tolist()),
+        proximal_versions=Runs.of(np.where(known & trained, plan.successors, -1).tolist()),
         response_mask=Runs.of(trained.astype(int).tolist()),
         left_out=_left_out(plan, missing & off),
         weights=FloatArray(np.where(plan.stale, 0.0, plan.sample.weights).tolist()),  # nor in the cross-entropy

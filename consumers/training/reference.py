@@ -44,7 +44,7 @@ def kl_estimate(logp: Tensor, reference: Tensor, estimator: Literal["k1", "k2", 
 
 def is_the_trainers(plan: Plan, reference: int | None) -> bool:
     """Whether the trainer's own weights are the reference: a pass before its update scores the sample."""
-    return plan.version == reference and bool(_wanted(plan).any())
+    return reference is not None and plan.own_version == reference and bool(_wanted(plan).any())
 
 
 def reference_jobs(plans: Iterable[Plan], reference: int | None, run: str) -> list[ScoreJob]:

@@ -2,6 +2,7 @@
 
     batches ──▶ take ──▶ drop ──▶ step ──▶ commit: save ──▶ version's files ──▶ ack ──▶ register ──▶ workers
                  (some of them)  in memory        durable from here on
+                                     └───▶ publish: version's files ──▶ register, without a commit
 
 | waits for            | unblocked by                                              |
 |----------------------|-----------------------------------------------------------|
@@ -18,6 +19,11 @@ Each sample is trained or dropped exactly once, wherever the process is killed:
 | before the version's files are written | writes them from the same weights, under the same number             |
 | before the ack                         | acks what the state lists; a batch acked twice is counted once       |
 | before the version is registered       | registers it                                                         |
+| after a version without a commit       | leaves it at once for that of the last commit; the steps since then  |
+|                                        | come again, and the same weights get the same number, others a new   |
+|                                        | one                                                                  |
+
+A step's batches take up no credit, though they stay unacked until a commit.
 
 A sample whose images can't be used (gone, changed, undecodable) is dropped as it is taken. Images that can't be
 reached drop nothing: at the deadline `take` raises, and the batch comes again.
@@ -42,6 +48,7 @@ from sluice.consumers.training.images import IMAGE_FAILED, SampleImages
 from sluice.consumers.training.step_log import StepRecords
 from sluice.consumers.training.trackers import Trackers
 from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.scripts.streams import Stepped
 from sluice.pipeline.broker.streams import Entry, ack_batches, batch_reader
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, MessageError, TaskError, WeightsError, first_cause
 from sluice.pipeline.logs import get_logger
@@ -71,8 +78,8 @@ class Weights:
 
 
 Fence = Callable[[], None]  # raises LeaseLost if the trainer was replaced; for a thread
-# Makes a state durable, with the fence right before its rename; returns its weights if it becomes a version.
-Save = Callable[[TrainerState, Fence], Weights | None]
+# Makes a state durable, with the fence right before its rename.
+Save = Callable[[TrainerState, Fence], object]
 
 
 @dataclass(eq=False)
@@ -81,6 +88,7 @@ class Taken:
 
     entry_id: str
     num_samples: int
+    num_bytes: int  # in the broker
     fresh: list[TrainingSample]  # neither trained nor dropped so far
     repeats: frozenset[str] = frozenset()  # ids that an earlier batch has brought, and that weren't finished then
     letters: list[DeadLetter] = field(default_factory=list)  # for the dropped ones
@@ -88,7 +96,7 @@ class Taken:
     def without(self, seq_ids: Collection[str]) -> Taken:
         """A copy with fewer fresh samples."""
         fresh = [sample for sample in self.fresh if sample.seq_id not in seq_ids]
-        return Taken(self.entry_id, self.num_samples, fresh, self.repeats, list(self.letters))
+        return Taken(self.entry_id, self.num_samples, self.num_bytes, fresh, self.repeats, list(self.letters))
 
 
 class Session:
@@ -119,6 +127,8 @@ class Session:
         self._given_at = time.monotonic()
         self._published: tuple[int, float | None] | None = None  # newest version of this process, its probe's score
         self._publish_s: float | None = None  # checkpoint and publication of that version
+        self._stepped_bytes: dict[str, int] = {}  # of unacked batches, by entry id
+        self._durable_version = 0
         self._committed = True  # False: a step, or the rest of a commit that failed behind the ack, waits for `commit`
         self.state = TrainerState()  # of the steps in memory
 
@@ -146,12 +156,17 @@ class Session:
             raise WeightsError(
                 f"version {latest} is registered, but {self.root} has none; share the run's directory with this host"
             )
-        if weights is None:
-            manifest = versions.read_manifest(self.root / f"v{state.version:06d}")
+        if weights is not None and not state.is_published and not self._version_directory().is_dir():
+            state.publish(await self._registry.next_number(state.version, self.root))
+        if weights is None or not state.is_published:
+            weights, manifest = None, versions.read_manifest(self._version_directory())
         else:
             manifest = await self._write_version(weights, state)
+        self._durable_version = state.version
         await self._ack()
         await self._register(manifest, weights)
+        if state.version_step is None:  # of an older release, or the first
+            state.version_step = manifest.step
         await self._keep_reference()
         await self._owner.confirm()
         await asyncio.to_thread(self._records.resume, state.step, state.recent)
@@ -237,7 +252,7 @@ class Session:
             await self._end_dropped(whole)
             self._given = rest
             return False
-        after.take([(each.entry_id, each.num_samples, each.letters) for each in whole])
+        _take(after, whole)
         after.samples += len(samples)
         after.tokens += sum(len(sample.token_ids) for sample in samples)
         after.remember([sample.seq_id for sample in samples])
@@ -252,6 +267,7 @@ class Session:
         self._forget_images(chosen)
         self.state, self._given, self._committed = after, rest, False
         self._given_at = time.monotonic()
+        await self._free_credit(whole)
         self._show()
         return True
 
@@ -271,29 +287,42 @@ class Session:
             get_logger().warning("all samples of a step were dropped; no update", batches=len(taken))
         self._records.note(self.state.step + 1, self.state.version, [], letters)
         if self.uncommitted:  # one of them may repeat what a kill would undo
-            self.state.take([(each.entry_id, each.num_samples, each.letters) for each in taken])
+            _take(self.state, taken)
+            await self._free_credit(taken)
         else:
             await self._ack_taken(taken)
 
-    async def commit(self, save: Save, *, publish: bool = True) -> None:
+    async def commit(self, save: Save, weights: Weights | None = None) -> None:
         """Make the steps since the last commit durable with `save`, and ack their batches.
 
-        With `publish` the weights that `save` returns become the next version; its state has that number.
+        `weights`: those of the state; they become the next version, whose number is in the state that `save` gets.
         """
         started = time.monotonic()
         await self._owner.confirm()
         state = replace(self.state)
-        if publish:  # not always the next number: see next_number
-            state.version = await self._registry.next_number(state.version, self.root)
-        weights = await self._writing(save, state, self._fence())
+        if weights:
+            state.publish(await self._number_for(weights))
+        await self._writing(save, state, self._fence())
         manifest = await self._write_version(weights, state) if weights else None
-        self.state = state
+        self.state, self._durable_version = state, state.version
         await asyncio.to_thread(self._records.known.durable, state.step)
         await self._ack()
         if manifest is not None:
             await self._register(manifest, weights)
             self._publish_s = time.monotonic() - started
         self._committed = True
+        self._show()
+
+    async def publish(self, weights: Weights) -> None:
+        """Make the weights of the steps so far the next version, though a kill undoes those since the last commit."""
+        started = time.monotonic()
+        await self._owner.confirm()
+        state = replace(self.state)
+        state.publish(await self._number_for(weights))
+        manifest = await self._write_version(weights, state)
+        self.state = state
+        await self._register(manifest, weights)
+        self._publish_s = time.monotonic() - started
         self._show()
 
     @contextlib.asynccontextmanager
@@ -371,11 +400,19 @@ class Session:
         fresh = [sample for sample in new if sample.seq_id not in unseen]
         self.state.remember_dropped(unseen.values())
         self._records.note(self.state.step + 1, self.state.version, [], list(unseen.values()))
-        taken = Taken(entry.entry_id, len(batch.samples), fresh, frozenset(in_hand), again + list(unseen.values()))
+        taken = Taken(
+            entry.entry_id,
+            len(batch.samples),
+            len(entry.fields[b"b"]),
+            fresh,
+            frozenset(in_hand),
+            again + list(unseen.values()),
+        )
         if fresh or in_hand:  # a repeat is acked with the original
             self._next.append(taken)
         elif known and self.uncommitted:  # it may repeat something that a kill would undo
-            self.state.take([(taken.entry_id, taken.num_samples, taken.letters)])
+            _take(self.state, [taken])
+            await self._free_credit([taken])
         else:
             if not unseen:
                 get_logger().warning("batch already finished; acked only", batch=batch.batch_id)
@@ -401,6 +438,17 @@ class Session:
         if self._images is not None:
             self._images.forget(seq_ids)
 
+    def _version_directory(self) -> Path:
+        return self.root / f"v{self.state.version:06d}"
+
+    async def _number_for(self, weights: Weights) -> int:
+        """That of the version with which a kill undid the same step, if these are its weights again; else a new one."""
+        state = self.state
+        same = await asyncio.to_thread(
+            versions.same_again, self.root, weights.directory, step=state.step, parent=state.version
+        )
+        return await self._registry.next_number(state.version, self.root) if same is None else same
+
     async def _write_version(self, weights: Weights, state: TrainerState) -> WeightVersion:
         previous, before = self._published or (None, None)
         manifest = WeightVersion(
@@ -411,17 +459,22 @@ class Session:
             probe_score=weights.score,
             previous=previous,
             previous_score=before,
+            parent=state.line.parent,
+            branch=state.branch,
             step=state.step,
             published_at=time.time(),
         )
         return await self._writing(versions.write_version, weights.directory, self.root, manifest, self._fence())
 
     async def _register(self, manifest: WeightVersion, weights: Weights | None) -> None:
-        latest, retention, keep = await self._registry.latest(), self._config.weights.retention, self._reference
-        if latest is None or latest <= manifest.version:
-            await self._registry.register(manifest, self._owner.key, self._owner.nonce, retention, keep)
-            await asyncio.to_thread(versions.retire, self.root, manifest.version, retention, keep)
-            get_logger().info("published", version=manifest.version, digest=manifest.digest[:12])
+        latest, kept = await self._registry.latest(), self.state.line.newest_few(self._config.weights.retention)
+        # A kill takes the run back to the last commit, whose version may be all that is left of its weights.
+        oldest, keep = min(kept[0], self._durable_version), self._reference
+        await self._registry.register(manifest, self._owner.key, self._owner.nonce, oldest, keep)
+        await asyncio.to_thread(versions.retire, self.root, oldest, keep)
+        if latest is not None and latest > manifest.version:
+            get_logger().warning("back to an older version", version=manifest.version, lost_up_to=latest)
+        get_logger().info("published", version=manifest.version, digest=manifest.digest[:12])
         self._published = (manifest.version, weights.score) if weights else None
 
     @property
@@ -442,8 +495,7 @@ class Session:
             )
         if await self._registry.get(number) is None:
             manifest = replace(await asyncio.to_thread(versions.read_manifest, directory), path=str(directory))
-            retention = self._config.weights.retention
-            await self._registry.register(manifest, self._owner.key, self._owner.nonce, retention, number)
+            await self._registry.put_back(manifest, self._owner.key, self._owner.nonce)
 
     def _fence(self) -> Fence:
         loop = asyncio.get_running_loop()
@@ -455,9 +507,13 @@ class Session:
 
     async def _ack(self) -> None:
         state = self.state
-        if state.unacked:
-            await self._ack_pairs(state.unacked, state.unacked_drops)
+        await self._ack_pairs(state.unacked, state.unacked_drops)
         state.unacked, state.unacked_drops = [], {}
+
+    async def _free_credit(self, taken: Sequence[Taken]) -> None:
+        """These wait for a commit, and for nothing else."""
+        self._stepped_bytes |= {each.entry_id: each.num_bytes for each in taken}
+        await self._ack_pairs([], {})
 
     async def _ack_taken(self, taken: Sequence[Taken]) -> None:
         pairs = [(each.entry_id, each.num_samples) for each in taken]
@@ -466,10 +522,22 @@ class Session:
     async def _ack_pairs(self, pairs: list[tuple[str, int]], drops: Mapping[str, Sequence[DeadLetter]]) -> None:
         await self._records.flush()
         scripts, keys, owner = self._role.scripts, self._role.keys, self._owner
-        await ack_batches(scripts, keys, owner.key, owner.nonce, pairs, drops)
+        acked = {entry_id for entry_id, _ in pairs}
+        left = [(entry_id, samples) for entry_id, samples in self.state.unacked if entry_id not in acked]
+        stepped = Stepped(
+            sum(samples for _, samples in left), sum(self._stepped_bytes.get(entry_id, 0) for entry_id, _ in left)
+        )
+        await ack_batches(scripts, keys, owner.key, owner.nonce, pairs, drops, stepped)
+        for entry_id in acked:
+            self._stepped_bytes.pop(entry_id, None)
         self._reader.release([entry_id for entry_id, _ in pairs])
 
 
 def _is_dry(now: Snapshot) -> bool:
     """Whether everything that the source has was handed on, or ended before."""
     return now.exhausted and now.accepted + now.dead + now.dropped >= now.enqueued
+
+
+def _take(state: TrainerState, taken: Sequence[Taken]) -> None:
+    """They are part of the state, and acked with it."""
+    state.take([(each.entry_id, each.num_samples, each.letters) for each in taken])

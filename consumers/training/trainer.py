@@ -1,7 +1,7 @@
 """The built-in trainer: turns the batches of a Session into optimiser steps, checkpoints and versions.
 
-    Session.take ─▶ Filler ─┬─▶ score jobs ─▶ scorers ─▶ results ─┬─▶ TrainStep ─▶ Session.step ─▶ checkpoint ─▶ commit
-            (policy loss)   └─▶ the trainer's own pass under v ───┘
+    Session.take ─▶ Filler ─┬─▶ score jobs ─▶ scorers ─▶ results ─┬─▶ TrainStep ─▶ Session.step ─┬─▶ commit: checkpoint
+            (policy loss)   └─▶ the trainer's own pass under v ───┘                              └─▶ publish: version
 
 | waits for            | unblocked by                                     |
 |----------------------|--------------------------------------------------|
@@ -12,17 +12,20 @@
 - With a policy loss every sampled token gets the proximal logprob that the loss uses, or is marked. Samples without an
   advantage take no part in it and pass unchanged. Scores that don't arrive in time are counted as missing.
 - With `policy.kl_coef` the tokens are scored under the reference as well (reference.py), in the same ask.
-- A version is registered only from a durable checkpoint that holds exactly those weights.
+- Every `trainer.publish_every` steps the weights become a version, every `trainer.checkpoint_every` steps a checkpoint.
+  If both are due, the checkpoint is durable before the version is registered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -36,16 +39,8 @@ from sluice.consumers.training.checkpoint import TrainerState
 from sluice.consumers.training.distributed import Shard, sharding
 from sluice.consumers.training.dpo import NO_RECORD, pair_members, without_proximal
 from sluice.consumers.training.images import SampleImages, pixels_of
-from sluice.consumers.training.model import load_policy, probe_score, probe_tokens
-from sluice.consumers.training.proximal import (
-    Counts,
-    Filled,
-    Plan,
-    fill,
-    plan,
-    score_jobs,
-    scores_by_place,
-)
+from sluice.consumers.training.model import load_policy, probe_score, probe_tokens, staging, write_model
+from sluice.consumers.training.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
 from sluice.consumers.training.reference import is_the_trainers, reference_jobs, reference_scores
 from sluice.consumers.training.session import Fence, Session, Weights
 from sluice.consumers.training.step import TrainStep
@@ -96,13 +91,12 @@ class Trainer:
                 break
             async with self._session.guarding_files():  # the step reads the samples' pixels
                 await self._train(samples)
-        if self._session.uncommitted:  # steps since the last checkpoint, with checkpoint_every > 1
-            await self._checkpoint()
+        await self._save(checkpoint_due=self._session.uncommitted, publish_due=self._session.uncommitted)
         await self._session.close()
 
     def _enough_versions(self) -> bool:
         limit = self._config.trainer.max_versions
-        return limit is not None and self._session.state.version >= limit
+        return limit is not None and self._session.state.published >= limit
 
     async def _resume(self) -> None:
         await self._session.claim_files()
@@ -140,7 +134,8 @@ class Trainer:
         samples = ready.samples
         record: dict[str, float] = {}
         if samples:
-            started, number, version = time.monotonic(), session.state.step + 1, session.state.version
+            started, number, state = time.monotonic(), session.state.step + 1, session.state
+            version = state.version if state.is_published else None
             scores = {"own": ready.own, "reference": ready.reference}
             record = await asyncio.to_thread(self._step.run, samples, number, version=version, **scores)
             record["train/step_s"] = time.monotonic() - started
@@ -151,26 +146,47 @@ class Trainer:
         shown = {"loss": "train/loss", "policy_loss": "policy/loss"}
         losses = {name: round(record[key], 4) for name, key in shown.items() if key in record}
         get_logger().info("step", step=session.state.step, **losses)
-        if session.state.step % self._config.trainer.checkpoint_every == 0 or await session.nothing_follows():
-            await self._checkpoint()
+        step, config = session.state.step, self._config.trainer
+        publish_due, checkpoint_due = step % config.publish_every == 0, step % config.checkpoint_every == 0
+        is_last = not (publish_due and checkpoint_due) and await session.nothing_follows()
+        await self._save(checkpoint_due=checkpoint_due or is_last, publish_due=publish_due or is_last)
 
     async def _fill(self, samples: list[TrainingSample]) -> Ready | None:
         """The samples to train, with their proximal logprobs; None if asked to stop meanwhile."""
         if self._filler is None:
             return Ready(samples, {})
-        ready = await self._filler.fill(samples, self._session.state.version)
+        ready = await self._filler.fill(samples, self._session.state)
         if ready is None:
             return None
         self._session.drop(ready.letters)
         return ready
 
-    async def _checkpoint(self) -> None:
-        await self._session.commit(self._save)
-        checkpoint.prune(self._checkpoints, self._config.trainer.keep_checkpoints)
+    async def _save(self, *, checkpoint_due: bool, publish_due: bool) -> None:
+        """Make the steps so far a checkpoint, a version, both (of the same files), or nothing."""
+        session = self._session
+        if not publish_due or session.state.is_published:
+            if checkpoint_due:
+                await session.commit(self._write_checkpoint)
+        else:
+            weights = await asyncio.to_thread(self._staged)
+            try:
+                if checkpoint_due:
+                    await session.commit(partial(self._write_checkpoint, written=weights.directory), weights)
+                else:
+                    await session.publish(weights)
+            finally:
+                await asyncio.to_thread(shutil.rmtree, weights.directory, ignore_errors=True)
+        if checkpoint_due:
+            await asyncio.to_thread(checkpoint.prune, self._checkpoints, self._config.trainer.keep_checkpoints)
 
-    def _save(self, state: TrainerState, fence: Fence) -> Weights:
+    def _staged(self) -> Weights:
+        with staging(self._session.root) as directory:
+            write_model(self._step.model, self._source, directory)
+            return self._weights(directory)
+
+    def _write_checkpoint(self, state: TrainerState, fence: Fence, written: Path | None = None) -> None:
         model, optimizer = self._step.model, self._step.optimizer
-        return self._weights(checkpoint.save(self._checkpoints, model, optimizer, state, self._source, fence))
+        checkpoint.save(self._checkpoints, model, optimizer, state, self._source, fence, written=written)
 
 
 class OwnScores(Protocol):
@@ -207,9 +223,9 @@ class Filler:
         self._options = role.config.policy
         self._counts = Counts()
 
-    async def fill(self, samples: Sequence[TrainingSample], version: int) -> Ready | None:
-        """`version`: that of the trainer's weights. None if the process is asked to stop meanwhile."""
-        plans = asked = await asyncio.to_thread(self._plans, samples, version)
+    async def fill(self, samples: Sequence[TrainingSample], state: TrainerState) -> Ready | None:
+        """`state`: of the trainer's weights. None if the process is asked to stop meanwhile."""
+        plans = asked = await asyncio.to_thread(self._plans, samples, state)
         if self._options.by_pairs:
             plans = without_proximal(plans)
             asked = pair_members(plans, self._options)
@@ -235,9 +251,10 @@ class Filler:
         found = counts.record()
         return {key: found[key] for key in found if not (self._options.by_pairs and key in NO_RECORD)}
 
-    def _plans(self, samples: Sequence[TrainingSample], version: int) -> dict[str, Plan]:
+    def _plans(self, samples: Sequence[TrainingSample], state: TrainerState) -> dict[str, Plan]:
         members = [sample for sample in samples if sample.advantage is not None]
-        return {sample.seq_id: plan(sample, version, self._options) for sample in members}
+        own = state.version if state.is_published else None
+        return {each.seq_id: plan(each, state.line, self._options, own_version=own) for each in members}
 
     def _recompute(self, plans: Sequence[Plan]) -> dict[str, list[float]]:
         reference = self._options.reference

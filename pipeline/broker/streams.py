@@ -26,6 +26,7 @@ from sluice.pipeline.broker.scripts.streams import (
     Handoff,
     HandoffKeys,
     Read,
+    Stepped,
     StreamKeys,
 )
 from sluice.pipeline.errors import BrokerError, ResultsLost
@@ -187,14 +188,16 @@ async def ack_batches(
     nonce: str,
     batches: Sequence[tuple[str, int]],
     drops: Mapping[str, Sequence[DeadLetter]] | None = None,
+    stepped: Stepped = Stepped(),  # noqa: B008  (immutable)
 ) -> int:
     """Ack (stream id, number of samples) pairs; returns the samples counted as trained. Raises as `why_fenced`.
 
     `drops`: by stream id, letters of the samples that the trainer dropped from that batch; they count as dropped.
+    `stepped`: what stays in steps without an ack.
     """
     names = AckKeys(batches=keys.batches, counts=keys.counts, owner=owner_key, dropped=keys.dropped)
     acked = [AckedBatch(each, samples, _drops((drops or {}).get(each, ()))) for each, samples in batches]
-    counted = await scripts.ask(names, Ack(nonce=nonce, group=BATCH_GROUP, batches=acked))
+    counted = await scripts.ask(names, Ack(nonce=nonce, group=BATCH_GROUP, stepped=stepped, batches=acked))
     if counted < 0:
         raise await why_fenced(scripts, owner_key)
     return counted

@@ -93,6 +93,7 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
         "worker.renew_s": config.worker.renew_s,
         "consumer.count": config.consumer.count,
         "consumer.row_tokens": config.consumer.row_tokens,
+        "trainer.publish_every": config.trainer.publish_every,
         "trainer.checkpoint_every": config.trainer.checkpoint_every,
         "trainer.learning_rate": config.trainer.learning_rate,
         "trainer.max_grad_norm": config.trainer.max_grad_norm,
@@ -116,7 +117,7 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
 def _schedule(config: Config) -> list[tuple[bool, str]]:
     trainer = config.trainer
     steps, versions, key = trainer.schedule_steps, trainer.max_versions, f"trainer.schedule {trainer.schedule}"
-    last = versions * trainer.checkpoint_every if steps is None and versions is not None else steps
+    last = versions * trainer.publish_every if steps is None and versions is not None else steps
     moves = trainer.schedule != "constant"
     return [
         (trainer.warmup_steps >= 0, f"trainer.warmup_steps must be >= 0, got {trainer.warmup_steps}"),
@@ -178,20 +179,25 @@ def _is_host(text: str) -> bool:
         return False
 
 
-def _sequences_for_a_version(config: Config) -> int:
-    """At most this many must be admitted before a version is sure to come out.
+MOST_IN_BROKER = 1_000_000
+"""Sequences of one run that the broker may hold at once."""
+
+
+def _sequences_for_a_batch(config: Config) -> int:
+    """At most this many must be admitted before the trainer's batch is sure to fill.
 
     Each of several consumers may hold back all but one sample of a batch; partly trained groups leave a remainder.
     """
     producer, count = config.producer, config.consumer.count
     held = producer.samples_per_version - count if count > 1 else 0
     rest = producer.group_size - 1 if config.consumer.on_incomplete_group == "train_partial" else 0
-    return producer.samples_per_version * config.trainer.checkpoint_every + held + rest
+    return producer.samples_per_version + held + rest
 
 
 def _flow(config: Config) -> list[tuple[bool, str]]:
-    producer, worker = config.producer, config.worker
+    producer, worker, needed = config.producer, config.worker, _sequences_for_a_batch(config)
     groups = producer.samples_per_version // producer.group_size
+    held = producer.max_in_flight + producer.samples_per_version * config.trainer.checkpoint_every
     return [
         (
             not config.trainer.external or config.trainer.max_versions is None,
@@ -209,16 +215,20 @@ def _flow(config: Config) -> list[tuple[bool, str]]:
             "or one missed renewal loses the lease",
         ),
         (
-            producer.max_in_flight >= _sequences_for_a_version(config),
-            f"producer.max_in_flight {producer.max_in_flight} is below {_sequences_for_a_version(config)}, which a "
-            "version may need (samples_per_version x checkpoint_every, and what consumers hold): the trainer's batch "
-            "could never fill; raise it",
+            producer.max_in_flight >= needed,
+            f"producer.max_in_flight {producer.max_in_flight} is below {needed}, which a step may need "
+            "(samples_per_version, and what consumers hold): the trainer's batch could never fill; raise it",
         ),
         (
-            (producer.max_staleness + 1) * producer.samples_per_version * config.trainer.checkpoint_every
-            >= _sequences_for_a_version(config),
-            f"producer.max_staleness {producer.max_staleness} admits fewer than the "
-            f"{_sequences_for_a_version(config)} sequences that a version may need with these consumers; raise it",
+            (producer.max_staleness + 1) * producer.samples_per_version * config.trainer.publish_every >= needed,
+            f"producer.max_staleness {producer.max_staleness} admits fewer than the {needed} sequences that a step may "
+            "need with these consumers; raise it",
+        ),
+        (
+            held <= MOST_IN_BROKER,
+            f"the broker may hold {held:,} sequences at once (producer.max_in_flight + trainer.checkpoint_every x "
+            f"producer.samples_per_version), more than {MOST_IN_BROKER:,}: steps keep theirs there until a checkpoint "
+            "holds them; lower trainer.checkpoint_every or producer.max_in_flight",
         ),
         (
             producer.samples_per_version % (config.consumer.count * producer.group_size) == 0,
@@ -259,6 +269,13 @@ def policy_warnings(config: Config) -> list[str]:
             f"scorer.count 0 with producer.max_staleness {config.producer.max_staleness}: tokens two versions back get "
             f"no proximal logprob, and policy.on_missing_proximal {config.policy.on_missing_proximal} decides; set "
             "scorer.count to 1 or more to have them scored"
+        )
+    if config.scorer.count == 0 and config.trainer.publish_every > 1:
+        found.append(
+            f"scorer.count 0 with trainer.publish_every {config.trainer.publish_every}: between two versions the "
+            "trainer's weights are none of them, so tokens one version back get no proximal logprob, and "
+            f"policy.on_missing_proximal {config.policy.on_missing_proximal} decides; set scorer.count to 1 or more to "
+            "have them scored"
         )
     bound, kept = config.policy.max_token_staleness, config.weights.retention
     if bound > kept:
@@ -393,7 +410,7 @@ def _scorer_counts(config: Config) -> list[tuple[bool, str]]:
 
 
 def _policy_and_others(config: Config) -> list[tuple[bool, str]]:
-    policy, every, size = config.policy, config.trainer.checkpoint_every, config.producer.group_size
+    policy, size = config.policy, config.producer.group_size
     batch = config.producer.samples_per_version
     by_group = policy.advantage not in ("reward", "reinforce_pp")
     processed, sampling = config.worker.logprobs_mode == "processed", config.sampling
@@ -408,11 +425,6 @@ def _policy_and_others(config: Config) -> list[tuple[bool, str]]:
             not processed or plain,
             "worker.logprobs_mode processed supports a temperature only: a token that top_p, top_k or a penalty "
             "excludes under the next version has no logprob there; set sampling.top_p 1, top_k 0, repetition_penalty 1",
-        ),
-        (
-            not policy.enabled or every == 1,
-            f"trainer.checkpoint_every {every} must be 1 with policy.enabled: the trainer's weights must be a "
-            "published version at every step",
         ),
         (
             policy.reference is None or config.scorer.count > 0,

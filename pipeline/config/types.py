@@ -360,7 +360,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     minibatches: int = 1  # optimiser steps per batch, on parts of it; all else that counts steps counts batches
     smooth_l1_weight: float = 1.0  # of box regression
     ciou_weight: float = 1.0  # of box regression
-    checkpoint_every: int = 1  # optimiser steps; a version is published from a durable checkpoint only
+    publish_every: int = 1  # optimiser steps between two versions
+    checkpoint_every: int = 1  # optimiser steps between two checkpoints; a kill undoes those since the last one
     keep_checkpoints: int = 2  # newest checkpoints to keep
     keep_rollouts: int | None = 0  # newest steps that keep samples in <run_dir>/<run>/rollouts; None = all
     max_versions: int | None = None  # stop after this version

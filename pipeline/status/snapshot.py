@@ -336,14 +336,15 @@ class Reading:
 def _credit(number: Mapping[str, int], held: Mapping[str, int]) -> CreditUse:
     """Computed as in credit.lua."""
     enqueued, trained, dead, dropped = (number.get(name, 0) for name in ("enqueued", "trained", "dead", "dropped"))
+    stepped = number.get("stepped", 0)
     per_version, staleness = held.get("per_version"), held.get("staleness")
     max_ahead = None
     if per_version is not None and staleness is not None:
-        max_ahead = (staleness + 1) * per_version + trained
+        max_ahead = (staleness + 1) * per_version + trained + stepped
     return CreditUse(
-        sequences=enqueued - trained - dead - dropped,
+        sequences=enqueued - trained - stepped - dead - dropped,
         max_sequences=held.get("max_in_flight") or None,
-        bytes=number.get("bytes", 0),
+        bytes=number.get("bytes", 0) - number.get("stepped_bytes", 0),
         max_bytes=held.get("max_bytes"),
         ahead=enqueued - dead - dropped,
         max_ahead=max_ahead,

@@ -1,7 +1,10 @@
 """Published weights: one directory with a manifest per version (versions), and the registry in Redis (registry).
 
-    trainer: checkpoint durable ─▶ write to temp ─▶ rename ─▶ register (numbers only rise, one digest per number)
+    trainer: write to temp ─▶ rename ─▶ register (a number keeps its digest forever; the newest may be an older one
+             again, if a kill undid later steps)
     worker:  latest ─▶ verify(digest, names, shapes, dtypes) ─▶ load ─▶ probe score
+
+line: which of them are live, and which was published from which.
 
 agreement: when two passes of one model over the same tokens agree; used by every model proof.
 """

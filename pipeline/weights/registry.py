@@ -1,10 +1,10 @@
-"""Published versions in Redis: numbers only rise, one digest per number."""
+"""Published versions in Redis: one digest per number; the newest is an older one again if a kill undid later steps."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -19,10 +19,11 @@ from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import MOST_VERSION, WeightVersion, decode, encode
 
 _unreadable = Unreadable()  # reported by this process
+HIGHEST = "highest"  # field of the table of versions: the highest number ever registered
 _REFUSED = {
     "conflict": "that number is already registered with other weights; is this an older copy of the "
     "run's directory? Restore the newer one, or start a run of another name (--set run=NAME)",
-    "order": "a newer one is registered, and numbers only increase; use `WeightsRegistry.next_number`",
+    "order": "a newer one is registered, and this one never was; use `WeightsRegistry.next_number`",
 }
 
 
@@ -42,9 +43,18 @@ class WeightsRegistry:
     async def next_number(self, after: int, root: Path) -> int:
         """A number above `after` that is unused both here and in the registry.
 
-        They differ if the newest checkpoint was damaged and deleted, or the broker lost its last seconds.
+        They differ if a kill undid published steps, the newest checkpoint was damaged and deleted, or the broker lost
+        its last seconds.
         """
-        return max(after, await self.latest() or 0, newest_number(root)) + 1
+        return max(after, await self.latest() or 0, await self._highest(), newest_number(root)) + 1
+
+    async def _highest(self) -> int:
+        raw = await cast("Awaitable[bytes | None]", self._client.hget(self._keys.versions, HIGHEST))
+        try:
+            return -1 if raw is None else integer(raw, "it", most=MOST_VERSION)
+        except MessageError as error:
+            _unreadable.skip(self._keys.versions, HIGHEST, f"{error}; the next published version repairs it")
+            return -1
 
     async def get(self, version: int) -> WeightVersion | None:
         """One registered version."""
@@ -55,18 +65,22 @@ class WeightsRegistry:
             raise WeightsError(f"version {version}: unreadable registry entry ({error})") from error
 
     async def register(
-        self, manifest: WeightVersion, owner_key: str, nonce: str, retention: int, keep: int | None = None
+        self, manifest: WeightVersion, owner_key: str, nonce: str, oldest: int, keep: int | None = None
     ) -> None:
-        """Make a version visible to the workers; idempotent. Raises WeightsError, or as `why_fenced`.
+        """Make a version the one that workers load; idempotent. Forgets those before `oldest`, except `keep`.
 
-        `keep`: a version that stays registered beside the newest `retention`. That one alone may be older than the
-        newest, and is put back then.
+        Raises WeightsError, or as `why_fenced`.
         """
+        await self._publish(manifest, owner_key, nonce, oldest=oldest, keep=keep)
+
+    async def put_back(self, manifest: WeightVersion, owner_key: str, nonce: str) -> None:
+        """Make a version known to scorers that the broker has lost; workers keep theirs. Raises as `register`."""
+        await self._publish(manifest, owner_key, nonce, oldest=0, keep=manifest.version, serves=False)
+
+    async def _publish(self, manifest: WeightVersion, owner_key: str, nonce: str, **rest: Any) -> None:
         names = PublishKeys(versions=self._keys.versions, latest=self._keys.latest, owner=owner_key)
         version, digest = manifest.version, manifest.digest
-        request = Publish(
-            nonce=nonce, version=version, digest=digest, manifest=encode(manifest), retention=retention, keep=keep
-        )
+        request = Publish(nonce=nonce, version=version, digest=digest, manifest=encode(manifest), **rest)
         answer = await self._scripts.ask(names, request)
         if answer == "fenced":
             raise await why_fenced(self._scripts, owner_key)

@@ -6,7 +6,7 @@ complete model directory. Safetensors headers are read here without torch.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import secrets
 import shutil
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from sluice.pipeline.errors import MessageError, WeightsError
-from sluice.pipeline.files import fsync_directory, fsync_tree, write_atomic
+from sluice.pipeline.files import fsync_directory, fsync_tree, link_files, write_atomic
 from sluice.pipeline.wire.codec import numbered, read_json
 from sluice.pipeline.wire.messages import MOST_VERSION, WeightVersion
 
@@ -99,9 +99,7 @@ def write_version(
         return full
     aside = root / f".{target.name}.{secrets.token_hex(8)}.tmp"  # pids repeat across containers
     aside.mkdir(parents=True)
-    for file in sorted(source.iterdir()):
-        if file.is_file():
-            _link_or_copy(file, aside / file.name)
+    link_files(source, aside)
     write_atomic(aside / MANIFEST, msgspec.json.encode(full, enc_hook=_json_arrays))
     fsync_tree(aside)
     fence()
@@ -147,20 +145,27 @@ def numbered_directories(root: Path) -> list[tuple[int, Path]]:
     return sorted((number, path) for number, path in found if number is not None and number <= MOST_VERSION)
 
 
-def retire(root: Path, newest: int, retention: int, keep: int | None = None) -> None:
-    """Delete versions older than the newest `retention`, except `keep`, and leftovers of a killed writer."""
+def same_again(root: Path, source: Path, *, step: int, parent: int) -> int | None:
+    """The version in `root` that a kill undid and that has the weights of `source`; None if there is none."""
+    twins: list[tuple[int, str]] = []
+    for number, directory in numbered_directories(root):
+        with contextlib.suppress(WeightsError):  # a damaged one is nobody's twin
+            manifest = read_manifest(directory)
+            if number > parent and (manifest.step, manifest.parent) == (step, parent):
+                twins.append((number, manifest.digest))
+    if not twins:
+        return None
+    digest = digest_of(source)
+    return next((number for number, its in twins if its == digest), None)
+
+
+def retire(root: Path, oldest: int, keep: int | None = None) -> None:
+    """Delete versions before `oldest`, except `keep`, and leftovers of a killed writer."""
     for aside in root.glob(".v*.tmp"):
         shutil.rmtree(aside, ignore_errors=True)
     for number, directory in numbered_directories(root):
-        if number <= newest - retention and number != keep:
+        if number < oldest and number != keep:
             shutil.rmtree(directory)
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source.resolve(), target)  # the file itself: a hub cache holds relative links
-    except OSError:
-        shutil.copy2(source, target)
 
 
 def _json_arrays(value: Any) -> Any:

@@ -324,7 +324,9 @@ class WeightVersion(Wire, frozen=True, kw_only=True, tag="weight_version"):
     probe_score: float | None = None  # summed logprob (nats) of the probe tokens after the first
     previous: int | None = None  # the version before, if the trainer knows it
     previous_score: float | None = None  # probe_score of `previous`
-    step: int = 0
+    parent: int | None = None  # live version before this one; -1: it is the first; None: version - 1
+    branch: int = 0  # first version of its branch: 0, or the first one after a return to an older version
+    step: int = 0  # the optimiser step whose weights it has
     published_at: float = 0.0
 
     def __post_init__(self) -> None:

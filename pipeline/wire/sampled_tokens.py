@@ -6,7 +6,8 @@
     versions             3    3   -1    4    weights that sampled it; -1: nobody did
     response_mask        1    1    0    1    1: sampled by the policy; an empty column: all are
     proximal_logprobs -0.2 -0.6    0 -0.2    under `proximal_versions`; where there is none, that of `logprobs`
-    proximal_versions    4    4   -1   -1    versions + 1; -1: not scored. Both columns are empty where no token is
+    proximal_versions    4    4   -1   -1    the live version after `versions`; -1: not scored. Both columns are empty
+                                             where no token is
 
 Columns are plain lists, so that a decoding loop appends at the cost of a list. The messages hold the same columns under
 the same names as compact arrays: `columns()` gives them as fields, a message's `sampled` gives the lists back.
@@ -85,9 +86,12 @@ class SampledTokens:
         self.logprobs.append(logprob)
         self.versions.append(version)
 
-    def unscored(self, version: int) -> list[int]:
-        """Positions whose proximal logprob is the one under `version`, and that have none yet; rising."""
-        before, scored = version - 1, self.proximal_versions
+    def unscored(self, version: int, parent: int | None = None) -> list[int]:
+        """Positions whose proximal logprob is the one under `version`, and that have none yet; rising.
+
+        `parent`: the version that `version` was published from; None: the number before.
+        """
+        before, scored = version - 1 if parent is None else parent, self.proximal_versions
         if before < 0:
             return []
         return [at for at, one in enumerate(self.versions) if one == before and not (scored and scored[at] == version)]

@@ -150,24 +150,31 @@ class Publisher:
     def __init__(self, client: Any, keys: Keys) -> None:
         self.registry, self.owner = WeightsRegistry(client, keys), Ownership(client, keys, "trainer")
 
-    async def publish(
-        self, version: int, digest: str = "d", retention: int = 3, keep: int | None = None, path: str = "p"
-    ) -> None:
+    async def publish(self, version: int, digest: str = "d", retention: int = 3, keep: int | None = None) -> None:
+        manifest = WeightVersion(version=version, path="p", digest=f"{digest}{version}")
+        oldest = max(0, version - retention + 1)
+        await self.registry.register(manifest, self.owner.key, self.owner.nonce, oldest, keep)
+
+    async def put_back(self, version: int, digest: str = "d", path: str = "p") -> None:
         manifest = WeightVersion(version=version, path=path, digest=f"{digest}{version}")
-        await self.registry.register(manifest, self.owner.key, self.owner.nonce, retention, keep)
+        await self.registry.put_back(manifest, self.owner.key, self.owner.nonce)
 
 
-async def test_versions_only_rise_and_keep_one_digest_each(client: Any, keys: Keys) -> None:
+async def test_versions_keep_one_digest_each_and_only_known_ones_come_back(client: Any, keys: Keys) -> None:
     trainer = Publisher(client, keys)
     assert await trainer.owner.try_acquire()
     assert await trainer.registry.latest() is None
-    for version in (0, 1, 1, 2, 5, 1):
+    for version in (0, 1, 1, 2, 5):
         await trainer.publish(version)  # a repeat is the same version; a gap is harmless
     assert await trainer.registry.latest() == 5
+    await trainer.publish(1)  # a kill undid what came later
+    assert await trainer.registry.latest() == 1
     for version, digest, why in ((4, "d", "order"), (1, "other", "conflict"), (5, "other", "conflict")):
         with pytest.raises(WeightsError, match=rf"version {version} refused \({why}\)"):
             await trainer.publish(version, digest)
-    assert await trainer.registry.latest() == 5
+    assert await trainer.registry.latest() == 1
+    await trainer.publish(6)
+    assert await trainer.registry.latest() == 6
 
 
 async def test_the_registry_forgets_retired_versions_but_never_their_digests(client: Any, keys: Keys) -> None:
@@ -191,15 +198,14 @@ async def test_the_version_to_keep_outlives_every_retention_and_can_be_put_back(
         await trainer.publish(version, retention=2, keep=1)
         assert await registered() == kept
     await client.delete(keys.versions)
-    await trainer.publish(1, retention=2, keep=1, path="elsewhere")
+    await trainer.put_back(1, path="elsewhere")
     restored = await trainer.registry.get(1)
     assert restored is not None
     assert restored.path == "elsewhere"
     assert await registered() == [1]
     assert await trainer.registry.latest() == 50, "workers don't go back to it"
-    for version, digest, why in ((2, "d", "order"), (1, "other", "conflict")):
-        with pytest.raises(WeightsError, match=rf"version {version} refused \({why}\)"):
-            await trainer.publish(version, digest, keep=1)
+    with pytest.raises(WeightsError, match=r"version 1 refused \(conflict\)"):
+        await trainer.put_back(1, "other")
 
 
 async def test_the_next_number_is_one_that_nobody_has_used(client: Any, keys: Keys, tmp_path: Path) -> None:
@@ -213,6 +219,9 @@ async def test_the_next_number_is_one_that_nobody_has_used(client: Any, keys: Ke
     (tmp_path / ".v000009.1.tmp").mkdir()
     assert await trainer.registry.next_number(2, tmp_path) == 5  # the broker lost versions 3 and 4
     assert await trainer.registry.next_number(7, tmp_path) == 8
+    await trainer.publish(9)
+    await trainer.publish(1)
+    assert await trainer.registry.next_number(1, tmp_path) == 10  # a kill undid up to version 9
 
 
 async def test_a_trainer_that_was_replaced_publishes_nothing(client: Any, keys: Keys) -> None:

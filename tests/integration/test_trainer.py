@@ -57,12 +57,12 @@ async def hand_on(client: Any, keys: Keys, first: int, count: int, *, last: bool
         await client.hset(keys.source, "exhausted", 1)
 
 
-async def train(config: Config, source: Path) -> None:
+async def train(config: Config, source: Path, *, learning_rate: float = 1e-3) -> None:
     async with role_of(config, "trainer", "trainer") as role:
         owner = Ownership(role.client, role.keys, "trainer")
         await owner.acquire(10, role.status.waiting)
         try:
-            await Trainer(role, owner, train_step(source, learning_rate=1e-3), source).run()
+            await Trainer(role, owner, train_step(source, learning_rate=learning_rate), source).run()
         finally:
             await Scripts(role.client).ask(RoleKey(owner=owner.key), Disown(nonce=owner.nonce))
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sluice.consumers.training.proximal import Filled, fill, plan, score_jobs, scores_by_place
 from sluice.pipeline.config.types import PolicyConfig
+from sluice.pipeline.weights.line import Line
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import training_sample
@@ -29,7 +30,9 @@ options_of = st.builds(
     on_stale=st.sampled_from(["mask", "drop"]),
     on_missing_proximal=st.sampled_from(["mask", "behaviour", "drop"]),
 )
-# Per token: sampled?, version, proximal version relative to it (1 is right).
+# Of a run that went back now and then: the versions it kept.
+lines = st.sets(st.integers(1, NEWEST)).map(lambda kept: Line([0, *sorted(kept)]))
+# Per token: sampled?, version, proximal version relative to it (1 is right, if that version is live).
 token = st.tuples(st.booleans(), st.integers(0, NEWEST), st.sampled_from([None, None, 1, 1, 0, 2, -3]))
 
 
@@ -67,12 +70,14 @@ def answer(job: ScoreJob) -> ScoreResult:
     return ScoreResult(seq_id=job.seq_id, scored_version=job.version, positions=job.positions, logprobs=logprobs)
 
 
-def run(sample: TrainingSample, v: int, options: PolicyConfig, reached: set[int]) -> Filled:
-    """Scorers reach the versions of `reached`."""
-    made = plan(sample, v, options)
+def run(sample: TrainingSample, line: Line, options: PolicyConfig, reached: set[int], is_own: bool = True) -> Filled:
+    """Scorers reach the versions of `reached`; `is_own`: the trainer's weights are the newest version's."""
+    v = line.newest
+    made = plan(sample, line, options, own_version=v if is_own else None)
     results: list[ScoreResult] = []
     for job in score_jobs(made, "r"):
-        assert 0 < job.version < v
+        assert job.version in line.numbers
+        assert 0 < job.version < v or (job.version == v and not is_own)
         if job.version in reached:
             results.append(answer(job))
         else:
@@ -82,8 +87,18 @@ def run(sample: TrainingSample, v: int, options: PolicyConfig, reached: set[int]
     return fill(made, own, scores_by_place(made, results), options)
 
 
-def naive(sample: TrainingSample, v: int, options: PolicyConfig, reached: set[int]) -> dict[str, Any]:
+def after(line: Line, version: int) -> int | None:
+    """The live version that was published from it."""
+    later = [number for number in line.numbers if number > version]
+    return later[0] if version in line.numbers and later else None
+
+
+def naive(
+    sample: TrainingSample, line: Line, options: PolicyConfig, reached: set[int], is_own: bool = True
+) -> dict[str, Any]:
     """Token by token, written down from the contract."""
+    v = line.newest
+    reached = reached | ({v} if is_own else set())
     versions, claims = sample.versions.expand(), sample.proximal_versions.expand()
     rows: list[tuple[str, int, float] | None] = []
     for at, is_sampled in enumerate(sample.response_mask.expand()):
@@ -91,12 +106,12 @@ def naive(sample: TrainingSample, v: int, options: PolicyConfig, reached: set[in
         claim = claims[at] if claims else -1
         if not is_sampled:
             rows.append(None)
-        elif v - version > options.max_token_staleness:
+        elif sum(number > version for number in line.numbers) > options.max_token_staleness:
             rows.append(("stale", -1, behaviour))
         elif version == v:
             rows.append(("trained", -1, behaviour))
-        elif claim == version + 1 or version == v - 1 or (version < v and version + 1 in reached):
-            rows.append(("trained", version + 1, truth(version + 1, at)))
+        elif (scorer := after(line, version)) is not None and (claim == scorer or scorer in reached):
+            rows.append(("trained", scorer, truth(scorer, at)))
         else:
             rows.append(("missing", -1, behaviour))
     found = [row[0] for row in rows if row]
@@ -108,11 +123,11 @@ def naive(sample: TrainingSample, v: int, options: PolicyConfig, reached: set[in
     return {"rows": rows, "reason": reason, "stale": found.count("stale"), "missing": found.count("missing")}
 
 
-@given(samples(), st.integers(0, NEWEST), options_of, st.sets(st.integers(1, NEWEST)))
+@given(samples(), lines, options_of, st.sets(st.integers(1, NEWEST)), st.booleans())
 def test_each_token_is_right_or_marked(
-    sample: TrainingSample, v: int, options: PolicyConfig, reached: set[int]
+    sample: TrainingSample, line: Line, options: PolicyConfig, reached: set[int], is_own: bool
 ) -> None:
-    done, expected = run(sample, v, options, reached), naive(sample, v, options, reached)
+    done, expected = run(sample, line, options, reached, is_own), naive(sample, line, options, reached, is_own)
     assert done.reason == expected["reason"]
     assert done.counts.stale == expected["stale"]
     event(f"ends as {done.reason or 'trained'}")
@@ -133,27 +148,27 @@ def test_each_token_is_right_or_marked(
             assert (done.sample.proximal_versions.expand()[at], done.sample.proximal_logprobs[at]) == (version, logprob)
 
 
-@given(samples(), st.integers(0, NEWEST), options_of, st.sets(st.integers(1, NEWEST)))
-def test_the_invariant_by_itself(sample: TrainingSample, v: int, options: PolicyConfig, reached: set[int]) -> None:
+@given(samples(), lines, options_of, st.sets(st.integers(1, NEWEST)))
+def test_the_invariant_by_itself(sample: TrainingSample, line: Line, options: PolicyConfig, reached: set[int]) -> None:
     """No table needed: what claims a version has its number, what claims none has the behaviour's."""
-    done = run(sample, v, options, reached).sample
+    done, v = run(sample, line, options, reached).sample, line.newest
     if done is None:
         return
     columns = (done.versions, done.proximal_versions, done.proximal_logprobs, done.logprobs, done.response_mask)
     for at, (version, claimed, proximal, behaviour, is_trained) in enumerate(zip(*columns, strict=True)):
-        assert claimed in (-1, version + 1)
+        assert claimed in (-1, after(line, version))
         if not is_trained:
             assert (claimed, proximal) == (-1, 0)
         else:
             assert proximal == (behaviour if claimed == -1 else truth(claimed, at))
-            assert v - version <= options.max_token_staleness
+            assert sum(number > version for number in line.numbers) <= options.max_token_staleness
             assert claimed != -1 or version == v or options.on_missing_proximal == "behaviour"
 
 
-@given(samples(), st.integers(0, NEWEST), options_of)
-def test_what_was_filled_needs_nothing_more(sample: TrainingSample, v: int, options: PolicyConfig) -> None:
-    first = run(sample, v, options, set(range(NEWEST + 1))).sample
+@given(samples(), lines, options_of)
+def test_what_was_filled_needs_nothing_more(sample: TrainingSample, line: Line, options: PolicyConfig) -> None:
+    first = run(sample, line, options, set(range(NEWEST + 1))).sample
     if first is None:
         return
-    again = run(first, v, options, set()).sample
+    again = run(first, line, options, set()).sample
     assert again == first

@@ -89,7 +89,7 @@ class RoutedBackend:
         self._failed: str | None = None  # why there is no fallback
         self._changing = asyncio.Lock()
         self._waiting: list[tuple[str, asyncio.Event]] = []  # (key, aborted) of requests waiting for the fallback
-        self._weights: tuple[Path, int, WeightsProbe | None] | None = None
+        self._weights: tuple[Path, int, WeightsProbe | None, int | None] | None = None
         self._closed = False
 
     @property
@@ -168,15 +168,17 @@ class RoutedBackend:
         for backend in self._all():
             backend.abort(seq_key)
 
-    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
+    async def load_weights(
+        self, directory: Path, version: int, probe: WeightsProbe | None = None, parent: int | None = None
+    ) -> None:
         """Replace the weights of both backends."""
         async with self._changing:
-            await self._primary.load_weights(directory, version, probe)
-            self._weights = (directory, version, probe)
+            await self._primary.load_weights(directory, version, probe, parent)
+            self._weights = (directory, version, probe, parent)
             if self._fallback is None:
                 return
             try:
-                await self._fallback.load_weights(directory, version, probe)
+                await self._fallback.load_weights(directory, version, probe, parent)
             except TornWeights:
                 raise
             except (EngineError, WeightsError) as error:
@@ -229,9 +231,9 @@ class RoutedBackend:
             if not fallback.facts.supports_vlm:
                 raise ModelError(f"{facts.model} is not a vision-language model")
             if self._weights is not None:
-                directory, version, probe = self._weights
+                directory, version, probe, parent = self._weights
                 # It starts from the model directory's own weights; the change from those was not measured.
-                await fallback.load_weights(directory, version, probe and replace(probe, change=None))
+                await fallback.load_weights(directory, version, probe and replace(probe, change=None), parent)
         except (EngineError, ModelError, WeightsError) as error:
             failed = f"neither {facts.name} nor its fallback supports images here: {error}"
             await fallback.close()

@@ -177,8 +177,13 @@ class Backend(Protocol):
         """End the sequences of this key; their `decode` returns what they have, with `finish_reason` cancelled."""
         ...
 
-    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
+    async def load_weights(
+        self, directory: Path, version: int, probe: WeightsProbe | None = None, parent: int | None = None
+    ) -> None:
         """Replace the weights with those of `directory`, between two tokens of the running sequences.
+
+        `parent`: the version that `version` was published from, whose tokens get their proximal logprob; None: the
+        number before.
 
         Raises WeightsError if the old version still serves: nothing was copied, or the old weights were loaded back and
         proved. Raises TornWeights if that failed too: running sequences get it, and nothing is decoded until a load

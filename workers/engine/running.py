@@ -100,9 +100,9 @@ class RunningSequence:
                 self._report()
         return self.finish_reason is not None
 
-    def unscored(self, version: int) -> list[int]:
-        """Indices of tokens that still lack the proximal logprob to be taken under `version`; ascending."""
-        return self.sampled.unscored(version)
+    def unscored(self, version: int, parent: int | None = None) -> list[int]:
+        """As `SampledTokens.unscored`."""
+        return self.sampled.unscored(version, parent)
 
     def score(self, version: int, at: Sequence[int], logprobs: Sequence[float]) -> None:
         """Set the proximal logprobs of the tokens `at`, from `unscored(version)`. Raises EngineError for a NaN."""

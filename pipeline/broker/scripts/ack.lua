@@ -2,11 +2,11 @@
 -- The trainer's ack, after its checkpoint is durable; counts each batch once, even if repeated.
 -- Samples that the trainer dropped aren't trained, and no longer belong to a batch.
 -- KEYS batches counts owner dropped
--- ARGV nonce group
+-- ARGV nonce group stepped stepped_bytes (in steps without an ack, after this one)
 --      then per batch: stream_id samples num_drops, then per drop: reason letter
 -- Returns the number of samples counted as trained, -1 if another trainer took over.
 if not owns(KEYS[3], ARGV[1]) then return -1 end
-local trained, lost, bytes, i = 0, 0, 0, 3
+local trained, lost, bytes, i = 0, 0, 0, 5
 while i <= #ARGV do
   local drops = tonumber(ARGV[i + 2])
   local entry = redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i], 'COUNT', 1)[1]
@@ -21,5 +21,6 @@ while i <= #ARGV do
 end
 redis.call('HINCRBY', KEYS[2], 'trained', trained)
 redis.call('HINCRBY', KEYS[2], 'bytes', -bytes)
+redis.call('HSET', KEYS[2], 'stepped', ARGV[3], 'stepped_bytes', ARGV[4])
 if lost > 0 then redis.call('HINCRBY', KEYS[2], 'accepted', -lost) end
 return trained

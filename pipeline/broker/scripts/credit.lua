@@ -18,12 +18,14 @@ end
 
 -- Current usage, and the limits (max_in_flight 0 = none); see admits.
 local function credit_of(counts, max_in_flight, max_bytes, per_version, staleness)
-  local c = redis.call('HMGET', counts, 'enqueued', 'trained', 'dead', 'dropped', 'bytes')
-  local trained = tonumber(c[2] or 0)
+  local c = redis.call('HMGET', counts, 'enqueued', 'trained', 'dead', 'dropped', 'bytes', 'stepped', 'stepped_bytes')
+  -- What is in a step no longer waits for the trainer, though its ack waits for a checkpoint.
+  local trained = tonumber(c[2] or 0) + tonumber(c[6] or 0)
   -- The samples that were trained count, not the versions: a version may hold any number of them, or none.
   return {
     max_in_flight = max_in_flight, max_bytes = max_bytes, ahead = (staleness + 1) * per_version + trained,
-    enqueued = tonumber(c[1] or 0), trained = trained, bytes = tonumber(c[5] or 0),
+    enqueued = tonumber(c[1] or 0), trained = trained,
+    bytes = tonumber(c[5] or 0) - tonumber(c[7] or 0),
     lost = tonumber(c[3] or 0) + tonumber(c[4] or 0), added = 0, added_bytes = 0,
   }
 end

@@ -1,20 +1,23 @@
 -- needs: owns version
--- Register a weight version: any number above the newest, and one digest per number forever.
--- Gaps are allowed: workers pull the newest, and a trainer that resumes from an older checkpoint, or a broker that lost
--- its last seconds, leaves some.
--- The kept version is never forgotten, and can be put back when the broker has lost it.
--- KEYS versions latest owner   ARGV nonce version digest manifest retention keep('' = none)
+-- Register a weight version, and make it the newest if it serves: an unused number above all others, or one that was
+-- registered before, to which the run returns when a kill undid later steps. One digest per number forever.
+-- Gaps are allowed: workers pull the newest, and a run that returned, or a broker that lost its last seconds, leaves
+-- some.
+-- KEYS versions latest owner
+-- ARGV nonce version digest manifest oldest(those before it are forgotten) keep('' = none; never forgotten) serves
 -- Returns ok | fenced | conflict | order
 if not owns(KEYS[3], ARGV[1]) then return 'fenced' end
-local version, retention, keep = tonumber(ARGV[2]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local version, oldest, keep, serves = tonumber(ARGV[2]), tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7] == '1'
 local known = redis.call('HGET', KEYS[1], ARGV[2] .. ':digest')
-local latest = newest_version(KEYS[2])
+local highest = tonumber(redis.call('HGET', KEYS[1], 'highest') or -1) or -1
+highest = math.max(newest_version(KEYS[2]), highest)
 if known and known ~= ARGV[3] then return 'conflict' end
-if version <= latest and version ~= keep then return known and 'ok' or 'order' end
-redis.call('HSET', KEYS[1], ARGV[2], ARGV[4], ARGV[2] .. ':digest', ARGV[3])
-if version <= latest then return 'ok' end
+if serves and version <= highest and not known then return 'order' end
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[4], ARGV[2] .. ':digest', ARGV[3], 'highest', math.max(version, highest))
+if not serves then return 'ok' end
 redis.call('SET', KEYS[2], ARGV[2])
-for old = math.max(0, latest - retention + 1), version - retention do
+for old = tonumber(redis.call('HGET', KEYS[1], 'oldest') or 0) or 0, oldest - 1 do
   if old ~= keep then redis.call('HDEL', KEYS[1], old) end
 end
+redis.call('HSET', KEYS[1], 'oldest', oldest)
 return 'ok'

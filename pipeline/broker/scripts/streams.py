@@ -119,17 +119,28 @@ class AckedBatch(NamedTuple):
     drops: list[Drop]
 
 
+class Stepped(NamedTuple):
+    """What is part of a step, and isn't acked because no checkpoint holds that step yet; it takes up no credit."""
+
+    samples: int = 0
+    bytes: int = 0
+
+
 class Ack(IntRequest, frozen=True, kw_only=True):
-    """The trainer's ack; returns the samples counted as trained, -1 if another trainer took over."""
+    """The trainer's ack; returns the samples counted as trained, -1 if another trainer took over.
+
+    `stepped`: what stays in steps without an ack afterwards.
+    """
 
     script: ClassVar[str] = "ack"
     nonce: str
     group: str
+    stepped: Stepped
     batches: list[AckedBatch]
 
     def args(self) -> list[Any]:
         """Each batch is followed by its drops."""
-        found: list[Any] = [self.nonce, self.group]
+        found: list[Any] = [self.nonce, self.group, *self.stepped]
         for batch in self.batches:
             found += [batch.stream_id, batch.samples, len(batch.drops)]
             found += [part for drop in batch.drops for part in drop]
@@ -152,8 +163,9 @@ class Publish(WordRequest, frozen=True, kw_only=True):
     version: int
     digest: str
     manifest: bytes
-    retention: int
+    oldest: int
     keep: int | None = None  # a version that is never forgotten
+    serves: bool = True  # workers load it
 
 
 class AgreeKeys(Names, frozen=True, kw_only=True):

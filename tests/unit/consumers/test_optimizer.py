@@ -130,7 +130,7 @@ def test_a_resumed_run_with_eight_bits_has_bit_identical_weights(tmp_path: Path,
             {4: 1.0, 5: 1.0, 7: 0.5 + math.sqrt(2) / 4, 9: 0.5, 13: 0.0},
         ),
         (
-            {"schedule": "cosine", "max_versions": 5, "checkpoint_every": 2, "min_learning_rate": 0.5},
+            {"schedule": "cosine", "max_versions": 5, "publish_every": 2, "min_learning_rate": 0.5},
             {1: 1.0, 6: 0.75, 11: 0.5},
         ),
     ],

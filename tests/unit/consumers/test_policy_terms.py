@@ -19,6 +19,7 @@ from sluice.consumers.training.proximal import fill, plan
 from sluice.consumers.training.row_logits import RowLogits
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import CONVENTIONS, PolicyConfig
+from sluice.pipeline.weights.line import Line
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.tiny_models import save_tiny_model
@@ -255,11 +256,21 @@ def test_decoding_in_bf16_is_corrected_as_the_formula_says(
 
 
 @pytest.mark.parametrize(
-    ("version", "measured"), [(VERSION, 10), (VERSION + 1, 10), (VERSION + 2, 0), (VERSION - 1, 0)]
+    ("version", "scored", "measured"),
+    [
+        (VERSION, -1, 10),
+        (VERSION + 1, VERSION + 1, 10),
+        (VERSION + 1, -1, 0),
+        (VERSION + 2, VERSION + 1, 0),
+        (VERSION - 1, -1, 0),
+        (None, VERSION + 1, 0),
+    ],
 )
-def test_what_is_measured_is_what_the_weights_in_hand_can_score(source: Path, version: int, measured: int) -> None:
+def test_what_is_measured_is_what_the_weights_in_hand_can_score(
+    source: Path, version: int | None, scored: int, measured: int
+) -> None:
     step = trainer(source, PolicyConfig(enabled=True, mismatch="truncate"))
-    sample = told("s", 12, 1.0, [-5.0] * 11)
+    sample = told("s", 12, 1.0, [-5.0] * 11, proximal_versions=Runs.of([-1] * 2 + [scored] * 10))
     record = step.run([sample], 1, version=version)
     assert record["policy/mismatch_unmeasured_tokens"] == 10 - measured
     assert ("policy/mismatch_weight" in record) == (measured > 0)
@@ -269,7 +280,8 @@ def test_what_the_trainer_scored_itself_is_not_measured(source: Path) -> None:
     policy = PolicyConfig(enabled=True, mismatch="truncate", weight_cap=1e9, weight_floor=0.0)
     step = train_step(source, policy=policy, learning_rate=0.0)
     sample = told("s", 12, 1.0, [-5.0] * 11)
-    taken = plan(sample, VERSION + 1, PolicyConfig(enabled=True))
+    line = Line.consecutive(VERSION + 1)
+    taken = plan(sample, line, PolicyConfig(enabled=True), own_version=VERSION + 1)
     assert taken.recompute.sum() == 10
     filled = fill(taken, step.score([sample])[0], {}, PolicyConfig(enabled=True)).sample
     assert filled is not None
@@ -277,9 +289,8 @@ def test_what_the_trainer_scored_itself_is_not_measured(source: Path) -> None:
     assert record["policy/mismatch_unmeasured_tokens"] == 10
     assert "policy/mismatch_weight" not in record
     few = taken.recompute & (np.arange(12) < 5)
-    assert (
-        step.run([sample], 1, version=VERSION + 1, own={sample.seq_id: few})["policy/mismatch_unmeasured_tokens"] == 3
-    )
+    record = step.run([filled], 1, version=VERSION + 1, own={sample.seq_id: few})
+    assert record["policy/mismatch_unmeasured_tokens"] == 3
 
 
 @settings(deadline=None)

@@ -10,9 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from sluice.consumers.tasks.segments import LeftOut
-from sluice.consumers.training.proximal import Counts, Filled, fill, plan, score_jobs, scores_by_place
+from sluice.consumers.training.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.errors import MessageError
+from sluice.pipeline.weights.line import Line
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import training_sample
@@ -47,8 +48,13 @@ def answer(job: ScoreJob, shift: float = 0.25) -> ScoreResult:
     return ScoreResult(seq_id=job.seq_id, scored_version=job.version, positions=job.positions, logprobs=logprobs)
 
 
+def planned(sample: TrainingSample, version: int, options: PolicyConfig = MASK) -> Plan:
+    """Of a run that never went back, whose trainer has the weights of `version`."""
+    return plan(sample, Line.consecutive(version), options, own_version=version)
+
+
 def filled(sample: TrainingSample, version: int, options: PolicyConfig = MASK, *, answered: bool = True) -> Filled:
-    made = plan(sample, version, options)
+    made = planned(sample, version, options)
     results = [answer(job) for job in score_jobs(made, "r")] if answered else []
     return fill(made, own(sample) if made.recompute.any() else [], scores_by_place(made, results), options)
 
@@ -71,19 +77,19 @@ def test_tokens_that_waited_across_updates_do_not_stay_at_weight_one() -> None:
 
 def test_version_0_is_a_version_and_minus_1_is_none() -> None:
     """With the trainer at 0, `versions[i] == v - 1` would be every token that nobody sampled."""
-    made = plan(rollout([0, -1, 0], mask=[1, 0, 1]), 0, MASK)
+    made = planned(rollout([0, -1, 0], mask=[1, 0, 1]), 0, MASK)
     assert not made.recompute.any()
     assert made.on_policy.tolist() == [False, False, True, False, True]
-    one_later = plan(rollout([0, -1, 0], mask=[1, 0, 1]), 1, MASK)
+    one_later = planned(rollout([0, -1, 0], mask=[1, 0, 1]), 1, MASK)
     assert one_later.recompute.tolist() == [False, False, True, False, True]
-    two_later = plan(rollout([0, -1, 0], mask=[1, 0, 1]), 2, MASK)
+    two_later = planned(rollout([0, -1, 0], mask=[1, 0, 1]), 2, MASK)
     [job] = score_jobs(two_later, "r")
     assert (job.version, list(job.positions)) == (1, [0, 2])
 
 
 def test_positions_of_a_job_count_from_the_end_of_the_prompt() -> None:
     sample = rollout([0, 0, 2, 0], prompt=3)
-    made = plan(sample, 2, MASK)
+    made = planned(sample, 2, MASK)
     [job] = score_jobs(made, "r")
     assert list(job.prompt_token_ids) + list(job.token_ids) == list(sample.token_ids)
     assert (list(job.prompt_token_ids), list(job.positions)) == ([100, 101, 102], [0, 1, 3])
@@ -92,14 +98,14 @@ def test_positions_of_a_job_count_from_the_end_of_the_prompt() -> None:
 
 
 def test_each_version_has_a_job_of_its_own() -> None:
-    jobs = score_jobs(plan(rollout([0, 1, 0, 2]), 4, MASK), "r")
+    jobs = score_jobs(planned(rollout([0, 1, 0, 2]), 4, MASK), "r")
     assert [(job.version, list(job.positions)) for job in jobs] == [(1, [0, 2]), (2, [1]), (3, [3])]
     assert {(job.run, job.seq_id) for job in jobs} == {("r", "s:0")}
 
 
 def test_every_job_tells_which_tokens_the_policy_wrote() -> None:
     sample = rollout([0, -1, 1, 4, 0], mask=[1, 0, 1, 1, 0], prompt=2)
-    jobs = score_jobs(plan(sample, 4, MASK), "r")
+    jobs = score_jobs(planned(sample, 4, MASK), "r")
     assert [list(job.positions) for job in jobs] == [[0], [2]]
     assert [job.sampled.expand() for job in jobs] == [[1, 0, 1, 1, 1]] * 2
 
@@ -114,7 +120,7 @@ def test_tool_tokens_between_turns_have_no_part() -> None:
 
 def test_scorers_and_the_trainer_score_sampled_tokens_of_all_turns_alone() -> None:
     sample = rollout([0, 1, -1, -1, 0, 2, -1, 3], mask=[1, 1, 0, 0, 1, 1, 0, 1], proximal_versions=Runs.of([-1] * 10))
-    made = plan(sample, 4, MASK)
+    made = planned(sample, 4, MASK)
     jobs = score_jobs(made, "r")
     assert [(job.version, list(job.positions)) for job in jobs] == [(1, [0, 4]), (2, [1]), (3, [5])]
     assert {len(job.token_ids) for job in jobs} == {8}, "what the tools said is context"
@@ -145,18 +151,19 @@ def test_the_trainers_own_pass_overwrites_no_score_of_an_engine() -> None:
     assert done.counts.recomputed == 1
 
 
-@pytest.mark.parametrize("claimed", [0, 2, 3, 7, -2])
-def test_a_score_of_another_version_is_never_used(claimed: int) -> None:
+@pytest.mark.parametrize(("claimed", "foreign"), [(0, 1), (2, 1), (-2, 1), (3, 0), (7, 0)])
+def test_a_score_of_another_version_is_never_used(claimed: int, foreign: int) -> None:
+    """One of a version that isn't live was right until a kill undid it."""
     done = filled(scored([0, 0], [-9.0, -9.0], [claimed, -1]), 2)
     proximal, versions, _ = arrays(done)
-    assert (proximal[2], versions[2], done.counts.foreign) == (-102.25, 1, 1)
+    assert (proximal[2], versions[2], done.counts.foreign) == (-102.25, 1, foreign)
 
 
 def test_a_score_that_is_no_number_is_no_score() -> None:
     done = filled(scored([0, 0], [math.nan, -9.0], [1, 1]), 3, answered=False)
     _, versions, mask = arrays(done)
     assert (versions[2:], mask[2:], done.counts.foreign, done.counts.missing) == ([-1, 1], [0, 1], 1, 1)
-    made = plan(rollout([0]), 1, MASK)
+    made = planned(rollout([0]), 1, MASK)
     assert fill(made, [0.0, 0.0, math.nan], {}, MASK).counts.missing == 1
 
 
@@ -204,7 +211,24 @@ def test_a_token_of_a_version_that_the_trainer_never_had_is_not_on_policy() -> N
     assert arrays(done)[2][2:] == [1, 0]
     assert done.counts.missing == 1
     scored_there = filled(scored([3, 5], [0.0, -7.0], [-1, 6]), 3)
-    assert (arrays(scored_there)[1][2:], arrays(scored_there)[2][2:]) == ([-1, 6], [1, 1])
+    assert (arrays(scored_there)[1][2:], arrays(scored_there)[2][2:]) == ([-1, -1], [1, 0])
+
+
+def test_a_token_of_a_live_version_is_scored_by_the_one_published_from_it() -> None:
+    """A kill undid versions 2 and 3; the score that the worker took under 2 is no longer one of the policy."""
+    sample = scored([1, 2, 4, 5], [-9.0, -9.0, -9.0, 0.0], [2, 3, 5, -1])
+    made = plan(sample, Line([0, 1, 4, 5]), MASK, own_version=5)
+    [job] = score_jobs(made, "r")
+    assert (job.version, list(job.positions)) == (4, [0])
+    done = fill(made, [], scores_by_place(made, [answer(job)]), MASK)
+    assert (arrays(done)[1][2:], arrays(done)[2][2:]) == ([4, -1, 5, -1], [1, 0, 1, 1])
+    assert (done.counts.missing, done.counts.foreign, done.counts.lag_max) == (1, 0, 2)
+
+
+def test_between_two_versions_the_trainer_scores_for_none() -> None:
+    made = plan(rollout([0, 1]), Line([0, 1]), MASK, own_version=None)
+    assert not made.recompute.any()
+    assert [job.version for job in score_jobs(made, "r")] == [1]
 
 
 @pytest.mark.parametrize(("options", "mask"), [(MASK, [0, 1]), (KEEP, [1, 1])])
@@ -235,7 +259,7 @@ def test_tokens_over_the_bound_are_masked_and_counted() -> None:
 
 def test_a_sample_over_the_bound_is_dropped_and_needs_no_scores() -> None:
     options = PolicyConfig(enabled=True, max_token_staleness=2, on_stale="drop")
-    made = plan(rollout([0, 1, 2]), 3, options)
+    made = planned(rollout([0, 1, 2]), 3, options)
     assert not score_jobs(made, "r")
     assert not made.recompute.any()
     done = fill(made, [], {}, options)
@@ -243,7 +267,7 @@ def test_a_sample_over_the_bound_is_dropped_and_needs_no_scores() -> None:
 
 
 def test_answers_that_were_not_asked_for_are_left_out() -> None:
-    made = plan(rollout([0, 2]), 2, MASK)
+    made = planned(rollout([0, 2]), 2, MASK)
     [job] = score_jobs(made, "r")
     good = answer(job)
     others = [
@@ -281,7 +305,7 @@ def test_the_first_position_of_all_follows_nothing_and_has_no_score() -> None:
 def test_an_array_that_was_not_handed_on_is_named(name: str) -> None:
     empty = FloatArray() if name == "logprobs" else Runs()
     with pytest.raises(MessageError, match=f"s:0 has an advantage, but no {name}"):
-        plan(replace(rollout([0]), **{name: empty}), 0, MASK)
+        planned(replace(rollout([0]), **{name: empty}), 0, MASK)
 
 
 def test_a_sample_without_sampled_tokens_passes() -> None:

@@ -14,7 +14,7 @@ BASE = ["producer.samples_per_version=8", "producer.max_in_flight=16"]
     ("changes", "named"),
     [
         (["producer.max_in_flight=7"], "max_in_flight 7 is below 8"),
-        (["trainer.checkpoint_every=3"], "max_in_flight 16 is below 24"),
+        (["trainer.checkpoint_every=200000"], "may hold 1,600,016 sequences at once"),
         (["consumer.count=4", "producer.max_in_flight=11"], "max_in_flight 11 is below 12"),
         (["consumer.count=2", "producer.max_staleness=0"], "max_staleness 0 admits fewer than the 14"),
         (
@@ -32,7 +32,8 @@ def test_too_little_credit_is_refused(changes: list[str], named: str) -> None:
     "changes",
     [
         ["producer.max_in_flight=8", "producer.max_staleness=0"],
-        ["trainer.checkpoint_every=2"],
+        ["trainer.checkpoint_every=3"],
+        ["trainer.publish_every=3", "producer.max_staleness=0"],
         ["consumer.count=2", "producer.max_in_flight=14"],
     ],
 )

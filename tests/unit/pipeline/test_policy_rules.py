@@ -16,7 +16,6 @@ ON = ["policy.enabled=true", "producer.group_size=4", "producer.samples_per_vers
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("trainer.checkpoint_every=2", "trainer.checkpoint_every 2 must be 1"),
         ("producer.group_size=1", "producer.group_size 1 must be at least 2 with policy.advantage group_norm"),
         ("policy.clip_eps=0", "policy.clip_eps 0.0 must be between"),
         ("policy.clip_eps=1", "policy.clip_eps 1.0 must be between"),
@@ -80,7 +79,8 @@ def test_what_cannot_work_is_refused(change: str, words: str) -> None:
     [
         ["policy.advantage=reward", "producer.group_size=1"],
         ["policy.dual_clip=3", "policy.clip_eps_high=1.5", "policy.weight_floor=0", "policy.max_token_staleness=0"],
-        ["policy.enabled=false", "trainer.checkpoint_every=2", "producer.group_size=1"],
+        ["policy.enabled=false", "producer.group_size=1"],
+        ["trainer.checkpoint_every=2", "trainer.publish_every=3"],
         ["scorer.count=0", "trainer.keep_rollouts=null"],
         ["policy.loss=cispo"],
         ["trainer.minibatches=2"],
@@ -104,6 +104,10 @@ def test_what_can_work_is_not(changes: list[str]) -> None:
         (["sampling.temperature=0.7", "worker.logprobs_mode=processed"], []),
         (["scorer.count=0"], ["scorer.count 0 with producer.max_staleness 2"]),
         (["scorer.count=0", "producer.max_staleness=1"], []),
+        (
+            ["scorer.count=0", "producer.max_staleness=1", "trainer.publish_every=2"],
+            ["scorer.count 0 with trainer.publish_every 2: between two versions"],
+        ),
         (["policy.max_token_staleness=5"], ["policy.max_token_staleness 5 is above weights.retention 4"]),
         (["policy.enabled=false", "sampling.temperature=0.7", "scorer.count=0"], []),
         (["policy.overlong_tokens=300", "policy.overlong_buffer=44"], ["policy.overlong_tokens 300 does nothing"]),

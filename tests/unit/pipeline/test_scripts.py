@@ -14,7 +14,7 @@ from sluice.pipeline.broker import scripts
 from sluice.pipeline.broker.scripts.jobs import Commit, Ended, Fail, JobNames, JobPrefixes, Replay
 from sluice.pipeline.broker.scripts.library import FAR_MS, Request, source
 from sluice.pipeline.broker.scripts.rollouts import RolloutNames
-from sluice.pipeline.broker.scripts.streams import Ack, AckedBatch, Drop, Handoff
+from sluice.pipeline.broker.scripts.streams import Ack, AckedBatch, Drop, Handoff, Stepped
 
 FOLDER = Path(scripts.__file__).parent
 MODULES = ("jobs", "streams", "rollouts", "scores")
@@ -93,8 +93,8 @@ def test_counts_stand_before_the_rows_that_differ_in_length() -> None:
     )  # fmt: skip
     assert handoff.args() == ["n", "g", "r", "i", b"b", 1, 9, 2, 1, "1-0", "2-0", "stale", b"l"]
     batches = [AckedBatch("1-0", 4, [Drop("a", b"x"), Drop("b", b"y")]), AckedBatch("2-0", 2, [])]
-    ack = Ack(nonce="n", group="g", batches=batches)
-    assert ack.args() == ["n", "g", "1-0", 4, 2, "a", b"x", "b", b"y", "2-0", 2, 0]
+    ack = Ack(nonce="n", group="g", stepped=Stepped(3, 70), batches=batches)
+    assert ack.args() == ["n", "g", 3, 70, "1-0", 4, 2, "a", b"x", "b", b"y", "2-0", 2, 0]
     replay = Replay(
         id=b"j", payload=b"p", n=2, priority=3, deadline_ms=0, call="", mailbox="m", leaving=["1-0"], staying=["2-0"]
     )

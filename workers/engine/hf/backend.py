@@ -128,9 +128,11 @@ class HfBackend:
             self._images.abort(seq_key)
         thread.abort(seq_key)
 
-    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
+    async def load_weights(
+        self, directory: Path, version: int, probe: WeightsProbe | None = None, parent: int | None = None
+    ) -> None:
         """Swap the weights after the current step; see `contracts.Backend`. Raises WeightsError or TornWeights."""
-        await asyncio.wrap_future(self._running().load(Path(directory), version, probe))
+        await asyncio.wrap_future(self._running().load(Path(directory), version, probe, parent))
 
     async def score(self, token_ids: Sequence[int]) -> float:
         """Summed fp32 logprob (nats) of tokens 1.. . Raises EngineError."""
@@ -199,9 +201,9 @@ class DecodeThread:
         """Queue one sequence, with its prepared images if it has some; cancel the future to abort it."""
         return self._submit(self._joins, (request, vision))
 
-    def load(self, directory: Path, version: int, probe: WeightsProbe | None) -> Future[None]:
+    def load(self, directory: Path, version: int, probe: WeightsProbe | None, parent: int | None) -> Future[None]:
         """Queue a weight load; it runs after the current step."""
-        return self._submit(self._loads, (directory, version, probe))
+        return self._submit(self._loads, (directory, version, probe, parent))
 
     def score(self, token_ids: Sequence[int]) -> Future[float]:
         return self._submit(self._scores, tuple(token_ids))
@@ -341,10 +343,12 @@ class DecodeThread:
             else:
                 _resolve(future, row.output())
 
-    def _load(self, decoder: Decoder, what: tuple[Path, int, WeightsProbe | None], future: Future[None]) -> None:
+    def _load(
+        self, decoder: Decoder, what: tuple[Path, int, WeightsProbe | None, int | None], future: Future[None]
+    ) -> None:
         if future.cancelled():
             return
-        directory, version, probe = what
+        directory, version, probe, parent = what
         assert self._weights is not None
         try:
             self._weights.load(directory, probe)
@@ -354,7 +358,7 @@ class DecodeThread:
             _fail(future, error)
             return
         self.version = version
-        self._answer(decoder.swap(version))
+        self._answer(decoder.swap(version, parent))
         _resolve(future, None)
 
     def _fail_rows(self, decoder: Decoder, error: TornWeights) -> None:

@@ -40,6 +40,7 @@ class Decoder:
     def __init__(self, model: LoadedModel, version: int, guard_cost: GuardCost | None = None) -> None:
         self.model = model
         self.version = version
+        self._parent: int | None = None
         self.rows: list[Row] = []
         self._device = torch.device(model.facts.device)
         self._guard_cost = guard_cost or GuardCost()
@@ -81,10 +82,13 @@ class Decoder:
         if leaving:
             self._remove(leaving)
 
-    def swap(self, version: int) -> list[Ended]:
-        """Prefill all running rows after the weights became those of `version`; returns rows that ended at once."""
+    def swap(self, version: int, parent: int | None = None) -> list[Ended]:
+        """Prefill all running rows after the weights became those of `version`; returns rows that ended at once.
+
+        `parent`: the version that `version` was published from; None: the number before.
+        """
         rows, self.rows = self.rows, []
-        self.version = version
+        self.version, self._parent = version, parent
         self._cache, self._table = DecodeCache(self._device), None
         self._last = self._last[:0]
         return self.join(rows)
@@ -99,7 +103,7 @@ class Decoder:
         return torch.log_softmax(logits, dim=-1).gather(1, inputs[0, 1:, None]).double().sum().item()
 
     def _prefill(self, rows: Sequence[Row], last: list[int]) -> list[Ended]:
-        done, errors = prefill(self.model, rows, self.version)
+        done, errors = prefill(self.model, rows, self.version, self._parent)
         rows = [row for index, row in enumerate(rows) if index not in errors]
         ended: list[Ended] = [*errors.values()]
         if done is None or not rows:
@@ -192,12 +196,14 @@ class Prefilled:
     pick: list[int]
 
 
-def prefill(model: LoadedModel, rows: Sequence[Row], version: int) -> tuple[Prefilled | None, Errors]:
+def prefill(
+    model: LoadedModel, rows: Sequence[Row], version: int, parent: int | None
+) -> tuple[Prefilled | None, Errors]:
     """Prefill one group of `prefill_groups` with the weights of `version`; the rows receive their scores.
 
     None if every row has an error.
     """
-    unscored = [row.unscored(version) for row in rows]
+    unscored = [row.unscored(version, parent) for row in rows]
     try:
         done, scores, begin = _image_pass(model, rows, unscored) if rows[0].vision else _pass(model, rows, unscored)
     except RequestError as error:

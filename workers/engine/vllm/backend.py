@@ -97,9 +97,11 @@ class VllmBackend:
         """End the sequences of this key; their `decode` returns what they have."""
         self._running().submit(self._engine.sequences.abort(seq_key))
 
-    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
+    async def load_weights(
+        self, directory: Path, version: int, probe: WeightsProbe | None = None, parent: int | None = None
+    ) -> None:
         """Swap the weights between two tokens; see `contracts.Backend`. Raises WeightsError or TornWeights."""
-        await self._do(lambda engine: engine.load_weights(Path(directory), version, probe))
+        await self._do(lambda engine: engine.load_weights(Path(directory), version, probe, parent))
 
     async def score(self, token_ids: Sequence[int]) -> float:
         """Summed fp32 logprob (nats) of tokens 1.. . Raises EngineError."""
@@ -209,13 +211,14 @@ class Engine:
         self._weights = CoreWeights(self._engine, directory, sequences, digest)
         self._sequences = sequences
 
-    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None) -> None:
+    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None, parent: int | None) -> None:
         """See `contracts.Backend`."""
         assert self._weights is not None
         names, digest = await self._weights.checked(directory)
         async with self.sequences.paused():
             await self._weights.load(directory, names, digest, probe)
             self._version = self.sequences.version = version
+            self.sequences.parent = parent
 
     async def tracked(self, work: Callable[[Engine], Coroutine[Any, Any, _Result]]) -> _Result:
         """Run it so that `close` can end it with an EngineError; its caller ends it by cancelling.

@@ -43,6 +43,7 @@ class Sequences:
 
     def __init__(self, engine: StartedEngine, version: int, why_dead: Callable[[], str]) -> None:
         self.version = version
+        self.parent: int | None = None  # the version that `version` was published from; None: the number before
         self.torn: TornWeights | None = None  # why the weights are neither the old nor the new ones
         self._engine = engine
         self._llm = engine.llm
@@ -159,9 +160,9 @@ class Sequences:
             await self._admitted(entry)
             if entry.aborted:
                 return
-            version = self.version
+            version, parent = self.version, self.parent
             async with self._entries.sent(entry) as request_id:
-                await self._send(sequence, entry, prompt, request_id, version)
+                await self._send(sequence, entry, prompt, request_id, version, parent)
                 if entry.reserved is not None and sequence.finish_reason is None:
                     await self._after_reserved(sequence, entry, request_id, version)
 
@@ -176,9 +177,11 @@ class Sequences:
         else:
             sequence.push(token, logprob, version)
 
-    async def _send(self, sequence: RunningSequence, entry: Entry, prompt: Any, request_id: str, version: int) -> None:
+    async def _send(
+        self, sequence: RunningSequence, entry: Entry, prompt: Any, request_id: str, version: int, parent: int | None
+    ) -> None:
         """One request to vLLM; if the sequence ends here before it ends there, abort it there."""
-        final, unscored = None, sequence.unscored(version)
+        final, unscored = None, sequence.unscored(version, parent)
         guard = self._guard.arguments(sequence, request_id) if self._guard is not None else None
         # The tokens so far follow the expanded prompt: an image token among them is no placeholder.
         prompt = {**prompt, "prompt_token_ids": sequence.context}

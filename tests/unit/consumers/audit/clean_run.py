@@ -19,6 +19,7 @@ from sluice.consumers.tasks.task import Matched, Task, TaskContext
 from sluice.consumers.training.proximal import fill, plan, score_jobs, scores_by_place
 from sluice.consumers.training.step_log import KeptRollouts, StepLog
 from sluice.pipeline.config.types import Config, ConsumerConfig, PolicyConfig, RolloutMatchingConfig
+from sluice.pipeline.weights.line import Line
 from sluice.pipeline.wire.messages import (
     DeadLetter,
     SamplingParams,
@@ -154,7 +155,8 @@ def _filled(samples: list[TrainingSample], versions: Versions, recipe: Recipe) -
         if sample.advantage is None:
             done.append(sample)
             continue
-        made = plan(sample, recipe.version, recipe.policy)
+        line = Line.consecutive(recipe.version)
+        made = plan(sample, line, recipe.policy, own_version=recipe.version)
         answers = [_answer(job, versions) for job in score_jobs(made, "r")] if recipe.answered else []
         own = versions.logprobs(recipe.version, list(sample.token_ids), sample.temperature)
         filled = fill(made, own, scores_by_place(made, answers), recipe.policy)
