@@ -158,10 +158,13 @@ def trained_versions(directory: Path) -> dict[int, int]:
 
 
 def line_of(trained_at: Mapping[int, int]) -> Line | None:
-    """The live versions up to that of the last step: a run that goes back cuts the steps that it redoes. None if
-    unknown.
+    """The live versions up to that of the last step; None if unknown.
+
+    A run that goes back cuts the lines of the steps that it redoes. Versions before the first line are taken for
+    consecutive.
     """
-    return Line(sorted(set(trained_at.values()))) if trained_at else None
+    versions = sorted(set(trained_at.values()))
+    return Line([*range(versions[0]), *versions]) if versions else None
 
 
 def step_bounds(steps: str | None) -> tuple[float, float]:

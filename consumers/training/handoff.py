@@ -73,7 +73,7 @@ class Batch(TypedDict):
     logprobs: Tensor  # float32 [B, L]: under the version that sampled the token; 0 if none did
     versions: Tensor  # int64 [B, L]: that version; -1 if none did
     proximal_logprobs: Tensor  # float32 [B, L]: under proximal_versions; equal to logprobs if there is none
-    proximal_versions: Tensor  # int64 [B, L]: versions + 1; -1 = not scored
+    proximal_versions: Tensor  # int64 [B, L]: the version after `versions`; -1 = not scored
     temperatures: Tensor  # float32 [B]
     rewards: Tensor  # float32 [B]; NaN = none
     advantages: Tensor  # float32 [B]; NaN = none

@@ -185,8 +185,8 @@ class PolicyRows(NamedTuple):
     """Laid out like the packed rows, all [R, L]; 0 (versions -1) where the mask is off. `versions` is -1 too where the
     trainer scored the token itself: no engine's score is there to compare with.
 
-    bool, 3 × float32, 2 × int32, int64, 2 × float32; `sequences` has the index of the sample, `reference` NaN where there
-    is no score.
+    bool, 3 × float32, 2 × int32, int64, 2 × float32; `sequences` has the index of the sample, `reference` NaN where
+    there is no score.
     """
 
     mask: np.ndarray

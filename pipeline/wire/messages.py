@@ -144,7 +144,7 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     logprobs: FloatArray  # [W] nats, of each token under versions[i]
     versions: Runs  # [W] weight version that sampled each token; -1 where the mask is 0
     proximal_logprobs: FloatArray = msgspec.field(default_factory=FloatArray)  # [W] empty = none scored yet
-    proximal_versions: Runs = Runs()  # [W] versions[i]+1, or -1 = not scored; empty = all -1
+    proximal_versions: Runs = Runs()  # [W] the version after versions[i], or -1 = not scored; empty = all -1
     text: str = ""  # [W] cleaned
     raw_text: str = ""  # [W] with special tokens, never truncated
     finish_reason: FinishReason  # [W]

@@ -179,7 +179,7 @@ class Stack:
         assert (now.queued_jobs, now.waiting_batches) == (0, 0)
         steps = [line["step"] for line in read_steps(self.run_dir / "trained.jsonl")]
         assert steps == list(range(1, len(steps) + 1))
-        num_versions = math.ceil(len(steps) / self.config.trainer.checkpoint_every)
+        num_versions = math.ceil(len(steps) / self.config.trainer.publish_every)
         assert now.latest_version == num_versions
         assert sorted(self.digests()) == list(range(num_versions + 1))
         self.assert_streams_empty()

@@ -41,7 +41,7 @@ def tapped_results(stack: Stack) -> Iterator[list[bytes]]:
 
 
 def test_roles_started_alone_run_to_the_end(make_stack: MakeStack) -> None:
-    settings = {"producer": {"group_size": 2}, "trainer": {"checkpoint_every": 2}}
+    settings = {"producer": {"group_size": 2}, "trainer": {"publish_every": 2, "checkpoint_every": 2}}
     stack = make_stack(text_rows(36), "exact_answer", **settings)
     for role in ("produce", "worker", "worker", "consume", "train"):
         stack.start(role)

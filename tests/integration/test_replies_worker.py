@@ -110,9 +110,10 @@ async def test_a_running_sequence_is_cancelled_on_a_full_worker(
     asked: Asked, replies: Replies, config: Config, backend: HfBackend
 ) -> None:
     config = changed(config, renew_s=30.0, lease_s=100.0)  # its claims have to find it, not its renewals
+    long = msgspec.structs.replace(LONG, max_new_tokens=200)
     async with working(config, backend) as worker:
         for name in "abcdefgh":  # one that ended before it was cancelled proves nothing
-            job, other = (asked.job(name + at, replies, stream_every=2, sampling=LONG) for at in "12")
+            job, other = (asked.job(name + at, replies, stream_every=2, sampling=long) for at in "12")
             with replies.expect(job.job_id) as expected, replies.expect(other.job_id) as unharmed:
                 await asked.queue.enqueue([job, other], NO_LIMIT)
                 await events(expected, many(1))

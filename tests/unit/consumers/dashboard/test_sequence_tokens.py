@@ -64,7 +64,7 @@ def turns(**fields: Any) -> SequenceResult:
         response_mask=Runs.of([1, 1, 1, 0, 0, 0, 1, 1, 1, 1]),
         versions=Runs.of([4, 4, 4, -1, -1, -1, 4, 5, 5, 5]),
         proximal_logprobs=FloatArray([-0.1] * 10),
-        proximal_versions=Runs.of([5, 5, -1, -1, -1, -1, 6, -1, 6, -1]),
+        proximal_versions=Runs.of([5, 5, -1, -1, -1, -1, 4, -1, 6, -1]),
         **fields,
     )
 
@@ -87,7 +87,7 @@ def test_several_turns_keep_their_masks_and_versions() -> None:
     [(float("inf"), ["missing", "missing", "missing"]), (5, ["missing", "not_needed", "not_needed"])],
 )
 def test_a_proximal_logprob_is_valid_missing_or_not_needed(needed_below: float, sure: list[str]) -> None:
-    """Token 6 claims version 6 for one of version 4: that is no valid one."""
+    """Token 6 claims version 4, its own: that is no valid one."""
     tokens = sampled_sheet(turns(), None, None, needed_below).window(tiny_codec(), 3, 10)
     states = [token.proximal_state for token in tokens]
     assert states[:2] == ["valid", "valid"]
