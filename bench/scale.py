@@ -325,7 +325,9 @@ class AnsweringBackend:
 
     def abort(self, seq_key: str) -> None: ...
 
-    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
+    async def load_weights(
+        self, directory: Path, version: int, probe: WeightsProbe | None = None, parent: int | None = None
+    ) -> None:
         raise EngineError(f"an engine without weights was given {directory}")
 
     async def score(self, token_ids: Sequence[int]) -> float:

@@ -29,6 +29,7 @@ from sluice.bench.proximal.versions import Publisher, Variants
 from sluice.consumers.tasks import exact_answer
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.tasks.task import TaskContext
+from sluice.consumers.training.checkpoint import TrainerState
 from sluice.consumers.training.model import load_policy
 from sluice.consumers.training.step import TrainStep
 from sluice.consumers.training.trainer import Filler
@@ -101,7 +102,7 @@ class _Trainer:
 
     async def fill(self, samples: Sequence[TrainingSample]) -> dict[str, Any]:
         """`share`, and what it is made of. Raises SluiceError for a wrong number."""
-        ready = await self._filler.fill(samples, self._version)
+        ready = await self._filler.fill(samples, TrainerState(version=self._version))
         if ready is None or len(ready.samples) != len(samples):
             raise SluiceError(f"of {len(samples)} samples {len(ready.samples) if ready else 0} were filled")
         record, error = self._filler.record(), self._worst_error(ready.samples)

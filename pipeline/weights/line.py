@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Versions = NDArray[np.int64]
+Versions = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ class Line:
         """Which of these are live; same shape."""
         return np.isin(versions, self.numbers)
 
-    def successors(self, versions: Versions) -> Versions:
+    def successors(self, versions: Versions) -> NDArray[np.int64]:
         """The live version published from each; -1 for the newest, lost and forgotten ones. Same shape."""
         numbers = np.asarray(self.numbers, dtype=np.int64)
         after = np.append(numbers[1:], -1)
         return np.where(self.holds(versions), after[np.searchsorted(numbers[:-1], versions)], -1)
 
-    def lags(self, versions: Versions) -> Versions:
+    def lags(self, versions: Versions) -> NDArray[np.int64]:
         """How many live versions are newer than each; same shape."""
         numbers = np.asarray(self.numbers, dtype=np.int64)
         forgotten = np.maximum(numbers[0] - versions, 0)

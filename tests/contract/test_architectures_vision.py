@@ -21,6 +21,7 @@ from sluice.consumers.training.proximal import fill, plan
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import Config, ModelConfig, PolicyConfig, TrainerConfig
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor, joined_tensors
+from sluice.pipeline.weights.line import Line
 from sluice.pipeline.wire.messages import GeometryTarget, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from sluice.workers.engine.contracts import WeightsProbe
@@ -162,7 +163,8 @@ def test_every_loss_is_the_same_however_samples_are_laid_out(
         if sample.images:
             start = sample.prompt_len
             target = GeometryTarget(positions=(start + 1, start + 2, start + 4, start + 6), box=(10, 20, 300, 400))
-            filled = fill(plan(replace(sample, advantage=(-1.0) ** at), 0, options), [], {}, options).sample
+            made = plan(replace(sample, advantage=(-1.0) ** at), Line([0]), options, own_version=0)
+            filled = fill(made, [], {}, options).sample
             assert filled is not None
             sample = replace(filled, geometry=[target])
         samples.append(sample)
@@ -313,7 +315,9 @@ def test_decoded_logprobs_are_the_trainers_before_and_after_an_update(
         for sample, scores, output in zip(samples, step.score(samples), outputs, strict=True):
             found = torch.tensor(scores[sample.prompt_len :])
             torch.testing.assert_close(found, torch.tensor(output.logprobs), atol=TOLERANCE, rtol=0, msg=sample.seq_id)
-        ready = [fill(plan(sample, version, PolicyConfig(enabled=True)), [], {}, PolicyConfig()) for sample in samples]
+        policy, line = PolicyConfig(enabled=True), Line.consecutive(version)
+        plans = [plan(sample, line, policy, own_version=version) for sample in samples]
+        ready = [fill(each, [], {}, PolicyConfig()) for each in plans]
         record = step.run([each.sample for each in ready if each.sample is not None], 1, version=version)
         assert record["policy/engine_logprob_gap_max"] < TOLERANCE
         assert record["policy/tokens"] == sum(len(output.token_ids) for output in outputs)

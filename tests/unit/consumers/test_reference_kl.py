@@ -19,6 +19,7 @@ from sluice.consumers.training.reference import is_the_trainers, reference_jobs,
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.queue.scores import refusal
+from sluice.pipeline.weights.line import Line
 from sluice.pipeline.wire.messages import ScoreResult, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.tiny_models import save_tiny_model
@@ -206,7 +207,8 @@ def planned(version: int, versions: list[int], **policy: Any) -> Plan:
         advantage=1.0,
         temperature=0.9,
     )
-    return plan(sample, version, PolicyConfig(enabled=True, **policy))
+    line = Line.consecutive(version)
+    return plan(sample, line, PolicyConfig(enabled=True, **policy), own_version=version)
 
 
 def answer(positions: list[int], logprobs: list[float], version: int) -> ScoreResult:
