@@ -17,6 +17,7 @@ from sluice.consumers.training.dpo import pair_members, pairs_of, without_proxim
 from sluice.consumers.training.proximal import Plan, fill, plan
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import PolicyConfig
+from sluice.pipeline.weights.line import Line
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.tiny_models import save_tiny_model
@@ -86,7 +87,7 @@ def planned(name: str, group: str, reward: float, versions: list[int], version: 
         name, group, reward, length,
         versions=Runs.of([-1] * 2 + versions), response_mask=Runs.of([0] * 2 + [1] * len(versions)),
     )  # fmt: skip
-    return plan(sample, version, DPO)
+    return plan(sample, Line.consecutive(version), DPO, own_version=version)
 
 
 def test_nothing_is_asked_but_the_reference_and_of_pairs_alone() -> None:
