@@ -11,9 +11,8 @@ import asyncio
 import shutil
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -32,28 +31,23 @@ _PROBE_TOKENS = 16
 _PROBE = "probe.json"
 
 
-class _Probe(msgspec.Struct):
+class Variants(msgspec.Struct, frozen=True):
+    """Model directories, and the probe's tokens with their score under each."""
+
     token_ids: list[int]
     scores: list[float]
-
-
-@dataclass(frozen=True)
-class Variants:
-    """Model directories, and what the probe scores under each."""
-
-    root: Path
-    probe: _Probe
+    root: Path = Path()
 
     @classmethod
     def read(cls, root: Path) -> Variants:
-        return cls(root, msgspec.json.decode((root / _PROBE).read_bytes(), type=_Probe))
+        return msgspec.structs.replace(msgspec.json.decode((root / _PROBE).read_bytes(), type=cls), root=root)
 
     def directory(self, version: int) -> Path:
         return self.root / str(version % COUNT)
 
     def manifest(self, version: int, published_at: float = 0.0) -> WeightVersion:
         """The manifest as a trainer has it before it writes the version."""
-        token_ids, score = TokenArray(self.probe.token_ids), self.probe.scores[version % COUNT]
+        token_ids, score = TokenArray(self.token_ids), self.scores[version % COUNT]
         return WeightVersion(
             version=version, path="", digest="", probe_token_ids=token_ids, probe_score=score, published_at=published_at
         )
@@ -80,7 +74,7 @@ def _save(model: Path, root: Path) -> None:
         policy: Any = load_policy(directory, ModelConfig(path=str(directory), device="cpu"))
         tokens = tokens or probe_tokens(int(policy.config.vocab_size), _PROBE_TOKENS, seed=0)
         scores.append(probe_score(policy, tokens))
-    (root / _PROBE).write_bytes(msgspec.json.encode(_Probe(tokens, scores)))
+    (root / _PROBE).write_bytes(msgspec.json.encode({"token_ids": tokens, "scores": scores}))
 
 
 def _perturb(file: Path, generator: Any) -> None:
@@ -93,8 +87,7 @@ def _perturb(file: Path, generator: Any) -> None:
     save_file(changed, file, metadata={"format": "pt"})
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """Unix seconds: `published_at` is the manifest's, before a byte is written."""
 
     directory: Path
