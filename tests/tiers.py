@@ -1,7 +1,8 @@
 """Which tests run when. One table: `make test` runs what is in no row, `make test-all` the first row as well.
 
 A tier is a marker of the same name, so that `pytest -m late` works too. Tests are sent to processes file by file; those
-that share a started vLLM go to one, as an engine takes longer to start than their tests to run.
+that share a started vLLM go to one, as an engine takes longer to start than their tests to run. Tests that start one of
+their own are late.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ TIERS = {
             "e2e/",
             "contract/test_architectures",
             "contract/test_policy_loss_trl.py",
+            "contract/test_spec_vllm.py::test_vllm_vlm_request",
             "contract/test_vllm_ends.py",
             "contract/test_vllm_parity.py",
             "contract/test_vllm_start.py",
@@ -76,9 +78,10 @@ def tier_of(nodeid: str) -> str:
 def mark(items: list[pytest.Item]) -> None:
     """Mark every test with its tier and with the process that it goes to."""
     for item in items:
-        if tier := tier_of(item.nodeid):
-            item.add_marker(tier)
         shared = _ONE_ENGINE & set(getattr(item, "fixturenames", ())) and "contract/" in item.nodeid
+        starts_its_own = item.get_closest_marker("vllm") is not None and not shared
+        if tier := tier_of(item.nodeid) or ("late" if starts_its_own else ""):
+            item.add_marker(tier)
         item.add_marker(pytest.mark.xdist_group("engines" if shared else item.nodeid.partition("::")[0]))
 
 

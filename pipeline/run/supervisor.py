@@ -116,15 +116,17 @@ class Supervisor:
                 process.terminate()
         until = time.monotonic()
         until += await grace_s() if grace_s else self.config.stop_grace_s
+        killed: list[tuple[Child, int]] = []
         for child, process in running:
             if not await _gone(process, until):
                 get_logger().warning("killed after its grace period", pid=process.pid)
                 child.killed = process.pid
                 process.kill()
                 process.wait()
-                if self._on_death:
-                    await _hear(self._on_death, child, process.pid, _HEAR_AT_STOP_S)
+                killed.append((child, process.pid))
             end_session(process.pid)
+        if self._on_death:  # together: with a broker that is gone, each takes its whole time
+            await asyncio.gather(*(_hear(self._on_death, *each, _HEAR_AT_STOP_S) for each in killed))
 
     def _look_after(self, child: Child) -> None:
         if child.done or time.monotonic() < child.due:

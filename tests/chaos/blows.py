@@ -7,6 +7,7 @@ import random
 import signal
 import time
 import uuid
+from pathlib import Path
 
 from tests.e2e.processes import DEADLINE_S, Process
 from tests.e2e.stack import Stack
@@ -33,12 +34,21 @@ def stop_while_it_holds_jobs(stack: Stack, worker: Process) -> set[str]:
         assert time.monotonic() < until, f"{worker.name} was never seen with jobs\n{stack.report(stack.snapshot())}"
         if worker.name in stack.leased().values():
             worker.signal(signal.SIGSTOP)
-            time.sleep(0.05)  # what it had sent before arrives
+            while not is_stopped(worker.popen.pid):
+                assert time.monotonic() < until, f"{worker.name} did not stop"
+                time.sleep(0.001)
+            stack.leased()  # what it had sent before is done: the broker reads every connection before its next answer
             held = {job_id for job_id, name in stack.leased().items() if name == worker.name}
             if held:
                 return held
             worker.signal(signal.SIGCONT)
         time.sleep(0.01)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether every thread of a process has stopped."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
 
 def resume(process: Process) -> None:

@@ -29,7 +29,8 @@ def outer(tmp_path: Path, model_dir: Path) -> Iterator[tuple[Stack, KillableBrok
     broker = KillableBroker(data)
     broker.start()
     stack = Stack(tmp_path, broker.url, model_dir, detection_rows(48), "detection")
-    stack.configure(worker={**PATIENT, "lease_s": 2, "renew_s": 0.5}, sampling={"max_new_tokens": 60})
+    worker, up = {**PATIENT, "lease_s": 2, "renew_s": 0.5}, {"stop_grace_s": 60.0}
+    stack.configure(worker=worker, up=up, sampling={"max_new_tokens": 60})
     try:
         yield stack, broker
     finally:
@@ -85,8 +86,8 @@ def test_an_interruption_while_the_broker_is_gone_takes_effect_at_once(outer: tu
     wait(lambda: "the broker does not answer" in run.text(), "a word about the broker", run)
     run.expendable = True
     run.signal(signal.SIGINT)
-    # Not after broker.retry_for_s (90 s) nor up.stop_grace_s (20 s): nobody waits for a broker that is gone.
-    assert run.wait(15) == 130, run.tail()
+    # Not after broker.retry_for_s (90 s) nor up.stop_grace_s: nobody waits for a broker that is gone.
+    assert run.wait(45) == 130, run.tail()
     assert "the broker is gone" in run.text()
     wait_gone(stack.mark, 2)
     broker.start()
