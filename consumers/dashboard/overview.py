@@ -45,7 +45,7 @@ _STATES = {
     "moving": ("healthy", "good"), "working": ("healthy", "good"), "waiting": ("waiting", "warn"),
 }  # fmt: skip
 _STOPPED = {"interrupted": "Interrupted", "stopped": "Stopped at trainer.max_versions"}
-_FAILED = ("process_failed", "guard_refused", "trainer_dead")
+_FAILED = ("process_failed", "guard_refused", "run_failed")
 _LASTING_S = 30.0
 WIDTH, _HEIGHT = 240, 48
 
@@ -171,7 +171,8 @@ def _sums(now: Snapshot, monitor: Monitor) -> list[Sum]:
     """The few that one looks for; zeros of what went wrong are left out."""
     eta, (ended, saved) = monitor.rates.eta_s, guard_counts(now)
     step = monitor.curves.newest
-    left = "done" if now.complete else NOTHING if eta is None else span(eta)
+    is_going = eta is not None and monitor.verdict.state not in ("stalled", "failed")
+    left = "done" if now.complete else span(eta) if is_going else NOTHING
     version = NOTHING if now.latest_version is None else f"v{now.latest_version}"
     most = now.credit.max_sequences
     found = [

@@ -32,11 +32,15 @@ from sluice.consumers.run_files import METRICS, stored_config
 from sluice.pipeline.config import Config, resolved_yaml
 from sluice.pipeline.config.load import RESOLVED, hide_password, placed
 from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.status.run_end import END, RunEnd, read_end
 
 router = APIRouter()
 _MOST_RUNS, _MOST_COMPARED, _MOST_KEPT = 100, 8, 16
 _Stamp = tuple[tuple[int, int], ...]
 _MOST = 100  # characters in a search
+
+
+_ENDED = {"complete": "good", "stopped": "", "interrupted": "warn", "failed": "bad"}
 
 
 class RunLine(NamedTuple):
@@ -50,6 +54,7 @@ class RunLine(NamedTuple):
     started: float | None
     at: float | None
     change: Change | None
+    end: RunEnd | None  # how it ended, unless it has trained since
 
 
 class Runs:
@@ -101,6 +106,7 @@ class Runs:
         curves = self._monitor.curves if is_this else RunCurves(directory)
         curves.charts()
         first, last = curves.ends
+        end = read_end(directory)
         return RunLine(
             name=name,
             directory=str(directory),
@@ -110,6 +116,7 @@ class Runs:
             started=first.at if first else None,
             at=last.at if last else None,
             change=curves.change(),
+            end=end if end is not None and (last is None or end.at >= last.at) else None,
         )
 
     def compared(self, names: Iterable[str]) -> list[Chart]:
@@ -158,7 +165,7 @@ def _written(directory: Path) -> float:
 def _stamp(directory: Path) -> _Stamp:
     """Changes with what the table shows of a run."""
     found: list[tuple[int, int]] = []
-    for name in (METRICS, EVALS):
+    for name in (METRICS, EVALS, END):
         with contextlib.suppress(OSError):
             status = (directory / name).stat()
             found.append((status.st_mtime_ns, status.st_size))
@@ -186,7 +193,7 @@ async def runs(request: Request) -> Response:
     shown = [line.name for line in lines if line.name in chosen]
     address = "/runs/curves?" + "&".join(query({"with": name}) for name in shown)
     parts: dict[str, Any] = {"lines": lines, "chosen": chosen, "charts": drawn, "from": address, "shown": shown}
-    return render(request, "runs.html.j2", **parts, most=_MOST_COMPARED)
+    return render(request, "runs.html.j2", **parts, most=_MOST_COMPARED, ended=_ENDED)
 
 
 @router.get("/runs/curves")

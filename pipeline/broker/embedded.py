@@ -209,6 +209,7 @@ START_S = 15.0
 LOAD_S = 900.0
 _STOP_S = 15.0
 _LOOK_S = 0.05
+_SAY_AFTER_S = 3.0
 _PAUSE_MAX_S = 5.0
 
 
@@ -266,14 +267,15 @@ class EmbeddedServer:
                 self._stopping.wait(min(0.1 * 2**failures, _PAUSE_MAX_S))
 
     def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
-        started, loading = time.monotonic(), False
+        started, loading, told = time.monotonic(), False, False
         with redis.Redis.from_url(self.url, socket_timeout=2) as client:  # type: ignore[no-untyped-call]
             while process.poll() is None and not self._stopping.is_set():
                 state = _probe(client)
                 if state == "ready":
                     return
-                if state == "loading" and not loading:
-                    loading = True
+                loading = loading or state == "loading"
+                if loading and not told and time.monotonic() - started > _SAY_AFTER_S:
+                    told = True
                     get_logger().warning("the embedded broker is loading its data", at_most_s=LOAD_S)
                 if time.monotonic() - started > (LOAD_S if loading else START_S):
                     break

@@ -327,12 +327,11 @@ def _ending(final: Snapshot | None, *, interrupted: bool) -> dict[str, Any]:
 
 
 def _failure(cause: BaseException, supervisor: Supervisor) -> RunEnd:
-    ours = isinstance(cause, SluiceError)
     return RunEnd(
         at=time.time(),
         state="failed",
         exit_code=cause.exit_code if isinstance(cause, SluiceError) else SluiceError.exit_code,
-        cause=str(cause) if ours else f"{type(cause).__name__}: {cause}",
+        cause=supervisor.cause or (str(cause) if isinstance(cause, SluiceError) else repr(cause)),
         kind=type(cause).__name__,
         process=supervisor.failed.name if supervisor.failed else "",
     )

@@ -67,6 +67,7 @@ class Supervisor:
         self.children: dict[str, Child] = {}
         self.deaths = 0
         self.failed: Child | None = None  # the one that ended the run
+        self.cause = ""  # how it did
         self._on_death, self._told = on_death, set[asyncio.Task[None]]()
 
     def add(
@@ -170,19 +171,23 @@ class Supervisor:
             get_logger().warning("left out", process=child.name, why=last_line(child.log))
             return
         if code in _FINAL:
-            self.failed = child
-            raise _FINAL[code](f"{child.name} stopped: {last_line(child.log).removeprefix('error: ')}")
+            self.failed, self.cause = child, f"{child.name} stopped: {last_line(child.log).removeprefix('error: ')}"
+            raise _FINAL[code](self.cause)
         now = time.monotonic()
         child.restarts.append(now)
         while child.restarts and now - child.restarts[0] > self.config.restart_window_s:
             child.restarts.popleft()
         if len(child.restarts) > self.config.max_restarts and not child.optional:
-            self.failed = child
             often = "once" if len(child.restarts) == 1 else f"{len(child.restarts)} times, last"
-            raise SluiceError(f"{child.name} ended {often} with {code}: {_why(child, code)} (log: {child.log})")
+            self.failed, self.cause = child, f"{child.name} ended {often}{_how(code)}: {_why(child, code)}"
+            raise SluiceError(f"{self.cause} (log: {child.log})")
         delay = self.config.restart_backoff_s * 2 ** min(len(child.restarts) - 1, 16)
         child.due = now + min(delay, self.config.restart_backoff_max_s)
         get_logger().warning("restarting", process=child.name, code=code, why=_why(child, code))
+
+
+def _how(code: int) -> str:
+    return "" if code == -signal.SIGKILL else f" with {code}"
 
 
 def _why(child: Child, code: int) -> str:

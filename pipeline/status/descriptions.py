@@ -334,7 +334,9 @@ def _role(now: Snapshot, stage: Stage) -> tuple[str, str, str]:
     if stage.state == "done":
         return "the run is complete" if now.complete else "all rows are enqueued", "", ""
     if stage.state == "off":
-        return f"no {stage.name} is alive, and none is needed", "", ""
+        role = known(stage.name)
+        needed = role is not None and work_for(now, role.name)[1] > 0
+        return f"no {stage.name} is alive" + ("" if needed else ", and none is needed"), "", ""
     first = next(iter(stage.waiting), None)
     if stage.busy or first is None:
         return f"{_names(stage.busy)} working", f"{first.name} {waits_for(first)}" if first else "", ""
@@ -402,7 +404,8 @@ def verdict_text(now: Snapshot, verdict: Verdict) -> str:
         case "idle":
             return "nothing was enqueued under this name and no process is alive: is the run's name right?"
         case "failed":
-            return f"nothing of it runs; {counted(now.credit.sequences, 'sequence')} in flight"
+            since = "" if now.end is None else f" for {length(now.at - now.end.at)}"
+            return f"nothing of it has run{since}; {counted(now.credit.sequences, 'sequence')} in flight"
         case "stalled":
             causes = counted(sum(stall.blocks for stall in now.stalls) or len(now.stalls), "cause")
             how = "it still makes progress, but will stop" if verdict.moved else "it is stuck"

@@ -14,7 +14,8 @@ import msgspec
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.files import write_atomic
 
-_FILE = "end.json"
+END = "end.json"
+"""The file's name."""
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,17 +37,17 @@ def run_directory(config: Config) -> Path:
 
 def write_end(directory: Path, end: RunEnd) -> None:
     """Raises OSError."""
-    write_atomic(directory / _FILE, msgspec.json.format(msgspec.json.encode(end)))
+    write_atomic(directory / END, msgspec.json.format(msgspec.json.encode(end)))
 
 
 def read_end(directory: Path) -> RunEnd | None:
     """None if there is none, or none that this release can read."""
     try:
-        return msgspec.json.decode((directory / _FILE).read_bytes(), type=RunEnd)
+        return msgspec.json.decode((directory / END).read_bytes(), type=RunEnd)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
 def forget_end(directory: Path) -> None:
     """The run is started again."""
-    (directory / _FILE).unlink(missing_ok=True)
+    (directory / END).unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from sluice.consumers.dashboard.runs import Runs, chosen_run, runs_in
 from sluice.consumers.history.reader import HistoryReader
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.status.run_end import RunEnd, write_end
 
 STEP = (
     '{"step": 1, "version": 0, "at": 10.0, "train/loss": 0.5}\n'
@@ -75,6 +76,19 @@ def test_a_directory_of_runs_shows_its_newest_wherever_it_was_moved(tmp_path: Pa
     assert chosen_run(Config(broker=secret), [tmp_path]).broker.url == secret.url, "no run stores a password"
     with pytest.raises(ConfigError, match="no run and holds none"):
         chosen_run(Config(), [tmp_path / "new", tmp_path / "nowhere"])
+
+
+def test_the_table_says_how_a_run_ended_until_it_trains_again(tmp_path: Path) -> None:
+    this = run(tmp_path / "a")
+    known = runs(this)
+    assert known.lines()[0].end is None
+    last = known.lines()[0].at or 0.0
+    write_end(this, RunEnd(at=last + 1, state="failed", cause="trainer stopped: no"))
+    [line] = known.lines()
+    assert line.end is not None
+    assert (line.end.state, line.end.cause) == ("failed", "trainer stopped: no")
+    write_end(this, RunEnd(at=last - 1, state="failed"))
+    assert known.lines()[0].end is None
 
 
 def test_a_name_that_is_no_unicode_breaks_no_page(tmp_path: Path) -> None:
