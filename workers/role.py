@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
+from importlib import import_module
 
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.images.writer import images_of_run
@@ -32,6 +33,8 @@ async def work(config: Config, stop: asyncio.Event | None = None) -> None:
 
 async def serve(role: Role) -> None:
     """Load the engine and serve the queue."""
+    # torch takes seconds to import, or far more on a busy machine: the loop sends heartbeats meanwhile.
+    await asyncio.to_thread(import_module, "sluice.workers.engine.backends")
     from sluice.workers.decode_worker import DecodeWorker
     from sluice.workers.engine.backends import make_backend
     from sluice.workers.job_prompts import JobPrompts

@@ -94,7 +94,11 @@ def size(num_bytes: float | None) -> str:
 
 def span(seconds: float | None) -> str:
     """A duration."""
-    return NOTHING if seconds is None else length(seconds)
+    if seconds is None:
+        return NOTHING
+    if 0 < seconds < 1:
+        return f"{seconds * 1000:.0f} ms" if seconds < 0.1 else f"{seconds:.2f} s"
+    return length(seconds)
 
 
 def ago(at: float | None) -> str:

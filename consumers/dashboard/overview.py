@@ -175,12 +175,18 @@ def _sums(now: Snapshot, monitor: Monitor) -> list[Sum]:
     left = "done" if now.complete else span(eta) if is_going else NOTHING
     version = NOTHING if now.latest_version is None else f"v{now.latest_version}"
     most = now.credit.max_sequences
+    room = f"{most:,} at most" if most is not None and not now.complete else ""
+    is_live = monitor.stored_at is None and any(row.is_alive and not row.is_onlooker for row in now.processes)
+
+    def speed(name: str, unit: str) -> str:
+        return f"{rate(monitor.rates.per_s(name))} {unit}" if is_live else ""
+
     found = [
         Sum("Trained", f"{now.trained:,}", "" if now.total is None else f"of {now.total:,} in the data"),
-        Sum("In flight", f"{now.credit.sequences:,}", "" if most is None else f"{most:,} at most"),
-        Sum("Step", NOTHING if step is None else f"{step.step:,}", f"{rate(monitor.rates.per_s('trained'))} seq/s"),
-        Sum("Weights", version, _served(now)),
-        Sum("Tokens", f"{now.tokens:,}", f"{rate(monitor.rates.per_s('tokens'))} tok/s"),
+        Sum("In flight", f"{now.credit.sequences:,}", room),
+        Sum("Step", NOTHING if step is None else f"{step.step:,}", speed("trained", "seq/s")),
+        Sum("Weights", version, _served(now) if is_live else ""),
+        Sum("Tokens", f"{now.tokens:,}", speed("tokens", "tok/s")),
         Sum("Dead", f"{now.dead:,}", f"{now.dead_letters:,} can be replayed" if now.dead_letters else ""),
         Sum("Dropped", f"{now.dropped:,}"),
     ]

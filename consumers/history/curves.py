@@ -243,7 +243,7 @@ class RunCurves:
         if at < len(steps) and steps[at].version == version:
             found.append(("publish", steps[at].values.get("train/publish_s", 0.0)))
         if self._index is not None:
-            found.append(("to the first token", self._index.loads().get(version, 0.0)))
+            found.append(("first token", self._index.loads().get(version, 0.0)))
         return [(name, seconds) for name, seconds in found if seconds > 0]
 
     def change(self) -> Change | None:

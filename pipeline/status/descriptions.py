@@ -184,7 +184,7 @@ def _failed(now: Snapshot, stall: Stall) -> StallText:
 def _run_failed(now: Snapshot, stall: Stall) -> StallText:
     """`sluice run` or `up` gave up."""
     cause, kind = (now.end.cause, now.end.kind) if now.end else ("", "")
-    log = f"logs/{stall.process}.log in the run's directory has more; " if stall.process else ""
+    log = f"see logs/{stall.process}.log in the run's directory; " if stall.process else ""
     fix = _FIX.get(kind, "remove the cause")
     return StallText(f"the run failed: {cause}", "", f"{log}{fix}, then run the same command again: it continues")
 
@@ -404,8 +404,8 @@ def verdict_text(now: Snapshot, verdict: Verdict) -> str:
         case "idle":
             return "nothing was enqueued under this name and no process is alive: is the run's name right?"
         case "failed":
-            since = "" if now.end is None else f" for {length(now.at - now.end.at)}"
-            return f"nothing of it has run{since}; {counted(now.credit.sequences, 'sequence')} in flight"
+            since = "" if now.end is None else f"it ended {length(now.at - now.end.at)} ago; "
+            return f"{since}{counted(now.credit.sequences, 'sequence')} in flight"
         case "stalled":
             causes = counted(sum(stall.blocks for stall in now.stalls) or len(now.stalls), "cause")
             how = "it still makes progress, but will stop" if verdict.moved else "it is stuck"

@@ -100,6 +100,6 @@ def test_a_role_that_refuses_to_start_is_the_cause_after_its_broker_has_ended(
     text = said(stack, 1, "status", str(stack.run_dir), "--why")
     assert "the run's broker has ended" in text
     assert f"{end.process} stopped: " in text
-    assert "do: logs/" in text
+    assert "do: see logs/" in text
     assert "fix model.path as the message says, then run the same command again" in text
     assert f"Failed: {end.process} stopped: " in shown(stack, "Failed: ")

@@ -263,7 +263,8 @@ with socket.socket(fileno=int(os.environ["SLUICE_LISTENER"])) as listener:
             return int(called.recv(20))
 
     first = await asyncio.to_thread(ask)
-    own.kill("server")
+    killed = own.kill("server")
+    await until(lambda: own.children["server"].pid != killed, "its death")  # until then it may take a call with it
     second = await asyncio.to_thread(ask)
     assert second != first, "its successor answers at the same address, and no call is refused meanwhile"
     running.cancel()

@@ -7,6 +7,7 @@
   if (!board || !window.uPlot) return;
   const AGAIN_MS = 4000;
   const HEIGHT = 170;
+  const WHOLE = [1, 10, 100, 1000, 10000, 100000, 1000000].flatMap((size) => [size, 2 * size, 5 * size]);
   const together = uPlot.sync("curves");
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const plots = new Map(); // key of a chart → its uPlot
@@ -157,7 +158,7 @@
         points: { show: line.values.length < 20, size: 5 },
       }))],
       axes: [
-        { ...ruler, size: 20, label: axis === "step" ? chart.x : "minutes", labelSize: 16, labelFont: font, labelGap: 0, space: 60 },
+        { ...ruler, ...(axis === "step" && chart.x !== "minute" && { incrs: WHOLE }), size: 20, label: axis === "step" ? chart.x : "minutes", labelSize: 16, labelFont: font, labelGap: 0, space: 60 },
         { ...ruler, size: 52, space: 32, values: (_, ticks) => ticks.map(short) },
       ],
       hooks: { draw: [(self) => drawMarks(self, axis)], setCursor: [(self) => tell(figure, chart, self, self.cursor.idx === undefined ? null : self.cursor.idx)] },

@@ -152,14 +152,12 @@ def test_a_run_that_gave_up_says_why_instead_of_that_nobody_is_alive() -> None:
     assert text.says == "the run failed: worker-0 stopped: /m: no"
     assert text.remedy == "fix model.path as the message says, then run the same command again: it continues"
     assert headline(now, told, []) == "Failed: worker-0 stopped: /m: no"
-    assert verdict_text(now, told) == "nothing of it has run for 90 s; 4 sequences in flight"
+    assert verdict_text(now, told) == "it ended 90 s ago; 4 sequences in flight"
     assert condition(now) == "failed"
     assert "do:     fix model.path" in why_text(Why(now=now, verdict=told))
     memory = msgspec.structs.replace(end, kind="SluiceError", cause="worker-0 ended 4 times", process="worker-0")
     now.end = memory
-    assert stall_text(now, stalls(now)[0]).remedy.startswith(
-        "logs/worker-0.log in the run's directory has more; remove"
-    )
+    assert stall_text(now, stalls(now)[0]).remedy.startswith("see logs/worker-0.log in the run's directory; remove")
 
 
 @pytest.mark.parametrize(("how", "word"), [("interrupted", "interrupted"), ("stopped", "stopped at trainer.")])

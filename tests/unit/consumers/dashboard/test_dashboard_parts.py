@@ -38,6 +38,14 @@ def test_a_metric_is_short(value: float, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(None, "–"), (0, "0.0 s"), (0.0364, "36 ms"), (0.144, "0.14 s"), (3.21, "3.2 s"), (300.0, "5 min")],
+)
+def test_a_short_time_has_digits_that_tell(seconds: float | None, shown: str) -> None:
+    assert formats.span(seconds) == shown
+
+
+@pytest.mark.parametrize(
     ("value", "shown"),
     [(None, "–"), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5e15, "4547.5 TiB")],
 )
