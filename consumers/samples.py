@@ -68,20 +68,21 @@ class Sampler:
             reason = f"another member of group {group.group_id} is missing"
             letters += [letter(sample.seq_id, "incomplete_group", reason) for sample in samples.values()]
             samples = {}
-        weighed, policy = self._weighed(samples), self._context.policy
+        weighed, policy = self._weighed(samples, group.parts), self._context.policy
         # A group of one has nothing to compare with: a check of single rows would lose each of them.
         filters = policy.enabled and policy.zero_variance == "filter" and group.size > 1
-        if filters and not any(_trains(sample) for sample in weighed):
+        if filters and not _group_trains(weighed, policy):
+            what = "makes no pair of whole answers" if policy.by_pairs else "trains no token"
             detail = (
-                f"group {group.group_id} trains no token: its rewards are equal or missing, or the masks are off; "
+                f"group {group.group_id} {what}: its rewards are equal or missing, or the masks are off; "
                 "policy.zero_variance is filter"
             )
             return [], letters + [letter(sample.seq_id, "zero_variance", detail) for sample in weighed]
         return weighed, letters
 
-    def _weighed(self, samples: dict[Place, TrainingSample]) -> list[TrainingSample]:
+    def _weighed(self, samples: dict[Place, TrainingSample], parts: Mapping[int, int]) -> list[TrainingSample]:
         policy = self._context.policy
-        samples = {place: replace(sample, index=place[0]) for place, sample in samples.items()}
+        samples = {place: replace(sample, index=place[0], parts=parts[place[0]]) for place, sample in samples.items()}
         firsts: dict[int, float | None] = {}
         for (index, _), sample in samples.items():
             firsts.setdefault(index, sample.reward)
@@ -141,10 +142,24 @@ class Sampler:
         return _limited(sample, result, self._context.policy)
 
 
-def _trains(sample: TrainingSample) -> bool:
-    """Whether any loss has a gradient. An advantage that the task set counts, whatever it is."""
-    if any(sample.weights) or sample.geometry:
+def _group_trains(samples: Sequence[TrainingSample], policy: PolicyConfig) -> bool:
+    """Whether any loss has a gradient."""
+    if any(any(sample.weights) or sample.geometry for sample in samples):
         return True
+    return _makes_pair(samples) if policy.by_pairs else any(_trains(sample) for sample in samples)
+
+
+def _makes_pair(samples: Sequence[TrainingSample]) -> bool:
+    """Whether two answers that the trainer's `pairs_of` compares differ in reward, if no token of theirs is too old."""
+    answers: dict[int, list[TrainingSample]] = {}
+    for sample in samples:
+        if sample.advantage is not None and sample.reward is not None and any(sample.response_mask):
+            answers.setdefault(sample.index, []).append(sample)
+    return len({parts[0].reward for parts in answers.values() if len(parts) >= parts[0].parts}) > 1
+
+
+def _trains(sample: TrainingSample) -> bool:
+    """Whether the policy loss has a gradient. An advantage that the task set counts, whatever it is."""
     is_computed = sample.group_rewards > 0
     return bool(sample.advantage if is_computed else sample.advantage is not None) and any(sample.response_mask)
 

@@ -4,7 +4,8 @@
     margin = β·(d(best) - d(worst));   L = mean over pairs of -log σ(margin)
 
 - A rollout in several parts is one answer. Of equal rewards the first counts. A group whose rewards don't differ makes
-  no pair; nor does an answer with a token that isn't trained although it was sampled for it (foreign, too old).
+  no pair; nor does an answer with a token that isn't trained although it was sampled for it (foreign, too old), or
+  without one of its parts (dropped here or by the consumer).
 - A pair with a token without a reference score is left out and counted: the sum of an answer is whole, or not used.
 - dL/dlogp is -βσ(-margin)/pairs at each token of the best, and the opposite at the worst. Those numbers come from a
   pass without gradient right before the update (`prepare`), so a pair may be split over rows and micro-batches.
@@ -62,7 +63,7 @@ def pairs_of(samples: Iterable[TrainingSample]) -> tuple[list[Pair], int]:
             groups.setdefault(sample.group_id, {}).setdefault(rollout_of(sample), []).append(sample)
     found: list[Pair] = []
     for answers in groups.values():
-        whole = [parts for parts in answers.values() if all(map(_is_whole, parts))]
+        whole = [parts for parts in answers.values() if len(parts) >= parts[0].parts and all(map(_is_whole, parts))]
         if not whole:
             continue
         best, worst = max(whole, key=_reward), min(whole, key=_reward)

@@ -13,15 +13,21 @@ from sluice.pipeline.wire.messages import TrainingSample
 
 
 def minibatches(samples: Sequence[TrainingSample], count: int) -> list[list[TrainingSample]]:
-    """At most `count` parts of about as many samples each; fewer if there are too few groups."""
+    """`count` parts of about as many samples each; one for each group if there are fewer groups."""
     if count == 1:
         return [list(samples)]
     groups: dict[str, list[TrainingSample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
-    parts: dict[int, list[TrainingSample]] = {}
+    count = min(count, len(groups))
+    parts: list[list[TrainingSample]] = []
     before = 0
-    for group in groups.values():
-        parts.setdefault(before * count // len(samples), []).extend(group)
+    for number, group in enumerate(groups.values()):
+        part = ((2 * before + len(group)) * count - 1) // (2 * len(samples))  # that of the group's middle
+        # With groups of very different sizes: no part stays empty, neither before this one nor after the last group.
+        part = max(min(part, len(parts)), count - len(groups) + number)
+        if part == len(parts):
+            parts.append([])
+        parts[part] += group
         before += len(group)
-    return list(parts.values())
+    return parts

@@ -278,6 +278,7 @@ class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
     reward: float | None = None
     advantage: float | None = None
     index: int = -1  # place in its group; -1 = not stamped
+    parts: int = 1  # of its rollout, this one and dropped ones included; more than 1: a forked history
     group_rewards: int = 0  # number of rewards its advantage was computed from; 0 = none computed
     enqueued_at: float = 0.0  # Unix time, [Q] carried through
     metrics: dict[str, float] = {}  # counters of this sample, keys of sluice.pipeline.telemetry.training_metrics

@@ -75,10 +75,34 @@ def test_what_cannot_be_compared_is_not() -> None:
 
 
 def test_a_rollout_of_several_parts_is_one_answer() -> None:
-    best = [answer(name, "g", 1.0, index=2) for name in "ab"]
+    best = [answer(name, "g", 1.0, index=2, parts=2) for name in "ab"]
     assert names([*best, answer("c", "g", 0.0, index=1)]) == ([("a+b", "c")], 0)
     stale = replace(best[1], left_out=Runs.of([0] * 7 + [LeftOut.stale]))
     assert names([best[0], stale, answer("c", "g", 0.0, index=1)]) == ([], 1)
+
+
+def test_a_rollout_that_lost_a_part_is_no_answer() -> None:
+    """Whoever dropped it: the sum over the others would be compared as if it were whole."""
+    first, second = (answer(name, "g", 1.0, index=2, parts=2) for name in "ab")
+    others = [answer("c", "g", 0.0, index=1), answer("d", "g", 0.5, index=0)]
+    for left in (first, second):
+        assert names([left, *others]) == ([("d", "c")], 0)
+        assert names([left, others[0]]) == ([], 1)
+    assert names([first, second, *others]) == ([("a+b", "c")], 0)
+
+
+def test_a_part_that_is_dropped_as_too_old_takes_its_rollout_along() -> None:
+    dropping = replace(DPO, on_stale="drop")
+    of_parts = {"group_id": "g", "index": 0, "parts": 2}
+    plans: dict[str, Plan] = {}
+    for name, versions, reward, fields in (
+        ("a", [2, 9], 1.0, of_parts), ("b", [9, 9], 1.0, of_parts), ("c", [9], 0.0, {"index": 1}),
+    ):  # fmt: skip
+        sample = replace(planned(name, "g", reward, versions).sample, **fields)
+        plans[sample.seq_id] = plan(sample, Line.consecutive(9), dropping, own_version=9)
+    freed = without_proximal(plans)
+    assert fill(freed["a:0"], [], {}, dropping).reason == "stale"
+    assert pair_members(freed, dropping) == {}
 
 
 def planned(name: str, group: str, reward: float, versions: list[int], version: int = 9) -> Plan:

@@ -36,7 +36,7 @@ def test_groups_stay_together_and_nothing_is_lost(sizes: list[int], count: int, 
     drawn.shuffle(samples)
     parts = minibatches(samples, count)
     assert sorted(one.seq_id for part in parts for one in part) == sorted(one.seq_id for one in samples)
-    assert 1 <= len(parts) <= min(count, len(sizes))
+    assert len(parts) == min(count, len(sizes))
     groups = [{one.group_id for one in part} for part in parts]
     assert sum(map(len, groups)) == len(set.union(*groups))
     if count == 1:
@@ -44,6 +44,19 @@ def test_groups_stay_together_and_nothing_is_lost(sizes: list[int], count: int, 
     if len(set(sizes)) == 1 and len(sizes) % count == 0:
         assert [len(part) for part in parts] == [len(samples) // count] * count
     assert minibatches(samples, count) == parts
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "wanted"),
+    [([3, 4], 2, [3, 4]), ([4, 3, 4, 4], 2, [7, 8]), ([4, 3, 4, 4, 4, 4], 3, [7, 8, 8]), ([1, 9], 2, [1, 9])],
+)
+def test_groups_that_lost_a_member_make_as_many_parts(sizes: list[int], count: int, wanted: list[int]) -> None:
+    samples = [
+        replace(random_sample(f"{group}-{member}", 4), group_id=str(group))
+        for group, size in enumerate(sizes)
+        for member in range(size)
+    ]
+    assert [len(part) for part in minibatches(samples, count)] == wanted
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,9 @@ def group(*members: SequenceResult | DeadLetter, size: int | None = None) -> Gro
     """Whole; a dead member whose state is `dropped` ended in the consumer."""
     places = {(at, 0) if isinstance(one, DeadLetter) else (one.index, one.part): one for at, one in enumerate(members)}
     own = [one for one in members if isinstance(one, DeadLetter) and one.state == "dropped"]
-    return Group("g", size or len(members), places, [str(at) for at in range(len(members))], unrecorded=own)
+    parts = {place[0]: one.parts if isinstance(one, SequenceResult) else 1 for place, one in places.items()}
+    ids = [str(at) for at in range(len(members))]
+    return Group("g", size or len(members), places, ids, parts, unrecorded=own)
 
 
 def result(index: int = 0, size: int = 1, **changes: object) -> SequenceResult:
@@ -215,6 +217,7 @@ def test_the_parts_of_an_index_have_its_one_advantage() -> None:
     assert letters == []
     assert advantages(samples) == [0.5, 0.5, 0.5, -0.5], "three parts weigh no more than one"
     assert [(one.index, one.group_rewards) for one in samples] == [(0, 2), (0, 2), (0, 2), (1, 2)]
+    assert [one.parts for one in samples] == [3, 3, 3, 1]
 
 
 def test_the_first_part_that_gives_a_sample_speaks_for_its_index() -> None:
@@ -225,6 +228,7 @@ def test_the_first_part_that_gives_a_sample_speaks_for_its_index() -> None:
     samples, [letter] = judge.samples_of(group(first, second, third, result(1, 2), size=2))
     assert letter.reason == "error"
     assert [sample.reward for sample in samples] == [3.0, 9.0, 1.0]
+    assert [sample.parts for sample in samples] == [3, 3, 1], "what is missing can be told"
     assert advantages(samples) == [1.0, 1.0, -1.0]
 
 
@@ -302,6 +306,29 @@ def test_a_group_with_one_token_to_train_is_kept() -> None:
     cut = structs.replace(cut, finish_reason="length")
     samples, letters = by_policy(cut, whole, mask_truncated=True, zero_variance="filter")
     assert (len(samples), letters) == (2, [])
+
+
+def test_a_group_without_a_pair_is_dropped_with_a_loss_on_pairs() -> None:
+    """Its rewards differ, but not those of two answers that can be compared."""
+    cut, whole = rewarded(1.0, 0.0)
+    cut = structs.replace(cut, finish_reason="length")
+    first, second = (structs.replace(one, reward=1.0) for one in fork(0, 2, 2))
+    lost = [first, structs.replace(second, finish_reason="error"), result(1, 2, reward=0.0)]
+    partial = ConsumerConfig(on_incomplete_group="train_partial")
+    for members, options in (
+        ([cut, whole], {"mask_truncated": True}),
+        (lost, {"consumer": partial, "size": 2}),
+    ):
+        kept, _ = by_policy(*members, zero_variance="filter", **options)
+        assert len(kept) == 2
+        samples, letters = by_policy(*members, zero_variance="filter", loss="dpo", **options)
+        assert samples == []
+        told = [one for one in letters if one.reason == "zero_variance"]
+        assert [one.seq_id for one in told] == [one.seq_id for one in kept]
+        assert "makes no pair" in told[0].detail
+    for members in (rewarded(1.0, 0.0), [first, second, result(1, 2, reward=0.0)]):
+        samples, letters = by_policy(*members, zero_variance="filter", loss="dpo", size=2)
+        assert (len(samples), letters) == (len(members), [])
 
 
 def test_an_advantage_that_the_task_set_is_not_dropped() -> None:
