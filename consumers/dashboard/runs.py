@@ -30,7 +30,8 @@ from sluice.consumers.dashboard.render import clean, render
 from sluice.consumers.history.curves import EVALS, Change, Chart, RunCurves, overlaid
 from sluice.consumers.run_files import METRICS, stored_config
 from sluice.pipeline.config import Config, resolved_yaml
-from sluice.pipeline.config.load import RESOLVED, hide_password, placed
+from sluice.pipeline.config.load import RESOLVED, hide_password
+from sluice.pipeline.config.run_origin import placed
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.status.run_end import END, RunEnd, read_end
 
@@ -135,7 +136,7 @@ def runs_in(place: Path) -> list[Path]:
 
 
 def chosen_run(given: Config, paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
-    """The configuration of the run to show, of those named on the command line; raises ConfigError.
+    """The configuration of the run to show, of those named on the command line; raises ConfigError, BrokerError.
 
     It is the first one, or the newest of a directory of runs.
     """
@@ -143,9 +144,9 @@ def chosen_run(given: Config, paths: Sequence[Path], overrides: Sequence[str] = 
         if not runs_in(path):
             raise ConfigError(f"{path} is no run and holds none: a run's directory has {METRICS} or {RESOLVED}")
     directory = max(runs_in(paths[0]), key=_written).resolve()
-    found = placed(stored_config(directory, given, overrides), directory)
+    found = stored_config(directory, given, overrides)
     url = found.broker.url or given.broker.url  # one with a password isn't stored; the environment has it
-    return msgspec.structs.replace(found, broker=msgspec.structs.replace(found.broker, url=url))
+    return placed(msgspec.structs.replace(found, broker=msgspec.structs.replace(found.broker, url=url)), directory)
 
 
 def is_run(directory: Path) -> bool:

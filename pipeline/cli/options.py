@@ -51,11 +51,11 @@ Json = Annotated[
 
 def run_config(run: Path | None, config: Path | None, overrides: Sequence[str]) -> Config:
     """The configuration of a run that is named by its directory, or by a configuration. Raises ConfigError."""
-    from sluice.pipeline.config.load import RESOLVED, is_run, load_config, placed
+    from sluice.pipeline.config.load import RESOLVED, is_run, load_config
 
     if run is None:
         found = load_config(config, overrides)
-        return placed(found, config) if config is not None and is_run(config) else found
+        return _of_directory(found, config) if config is not None and is_run(config) else found
     if config is not None:
         raise ConfigError(f"both {run} and -c {config} name a run; give one of them")
     if not is_run(run):
@@ -65,7 +65,18 @@ def run_config(run: Path | None, config: Path | None, overrides: Sequence[str]) 
         meant = f"did you mean {' or '.join(near[-_FEW:])}?" if near else "runs are below run_dir (.sluice/runs)"
         file = f"; a configuration is given as -c {run}" * run.is_file()
         raise ConfigError(f"{run} is no run's directory: it has no {RESOLVED}; {meant}{file}")
-    return placed(load_config(run, overrides), run)
+    return _of_directory(load_config(run, overrides), run)
+
+
+def _of_directory(stored: Config, directory: Path) -> Config:
+    from sluice.pipeline.config.run_origin import placed
+
+    name = directory.resolve().name
+    if name != stored.run:  # the broker has the run's entries under its name
+        raise ConfigError(
+            f"{directory} was renamed from {stored.run}, the run's name in its broker; name it {stored.run} again"
+        )
+    return placed(stored, directory)
 
 
 @contextlib.contextmanager

@@ -64,19 +64,6 @@ def is_run(directory: Path) -> bool:
     return (directory / RESOLVED).is_file()
 
 
-def placed(config: Config, directory: Path) -> Config:
-    """The stored configuration of a run with its files where they are now: in another working directory, or moved."""
-    directory, named = directory.resolve(), Path(config.run_dir) / config.run
-    broker = Path(config.broker.embedded_dir)
-    if (directory / "broker").is_dir():
-        broker = directory / "broker"
-    elif not broker.is_absolute() and not named.is_absolute() and directory.parts[-len(named.parts) :] == named.parts:
-        began = Path(*directory.parts[: -len(named.parts)])  # where the run was started
-        broker = began / broker if (began / broker).is_dir() else broker
-    settings = msgspec.structs.replace(config.broker, embedded_dir=str(broker))
-    return msgspec.structs.replace(config, run=directory.name, run_dir=str(directory.parent), broker=settings)
-
-
 @dataclass(frozen=True)
 class Found:
     """A configuration and all that is wrong with it."""

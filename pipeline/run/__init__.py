@@ -14,5 +14,5 @@
 | env            | `sluice env`: the facts for a bug report                                   |
 | gpu            | one GPU per process, by a lock of the host                                 |
 | loop_watch     | names what blocks a role's event loop                                      |
-| provenance     | the resolved configuration and every version, stored with the run          |
+| provenance     | the resolved configuration, every version and the origin, stored in a run  |
 """

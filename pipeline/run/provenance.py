@@ -8,18 +8,33 @@ import platform
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
+import msgspec
+
 from sluice import __version__
+from sluice.pipeline.broker.connection import broker_url
 from sluice.pipeline.config import Config, resolved_yaml
 from sluice.pipeline.config.load import RESOLVED
+from sluice.pipeline.config.run_origin import store_origin
+from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.files import write_atomic
 
 
 def store(config: Config, run_dir: Path) -> Path:
-    """Write config.resolved.yaml and versions.json into the run's directory; returns the former."""
+    """Write config.resolved.yaml, versions.json and origin.json into the run's directory; returns the first."""
     resolved = run_dir / RESOLVED
     write_atomic(resolved, resolved_yaml(config))
     write_atomic(run_dir / "versions.json", json.dumps(versions(), indent=1, sort_keys=True))
+    store_origin(config, run_dir, is_embedded=_is_embedded(config))
     return resolved
+
+
+def _is_embedded(config: Config) -> bool:
+    """Whether the broker is the embedded one, which a process that it was handed to knows by its URL."""
+    if config.broker.url is None:
+        return True
+    with contextlib.suppress(BrokerError):
+        return broker_url(msgspec.structs.replace(config.broker, url=None)) == config.broker.url
+    return False
 
 
 def versions() -> dict[str, str]:

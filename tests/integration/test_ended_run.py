@@ -96,6 +96,7 @@ def test_a_run_is_named_by_its_directory_from_anywhere(
 ) -> None:
     """The paths of its configuration are relative to where it was started."""
     relative = load_config(None, [f"run={RUN}", "run_dir=runs", "broker.embedded_dir=broker"], {})
+    monkeypatch.chdir(Path(config.run_dir).parent)
     provenance.store(relative, Path(config.run_dir) / RUN)
     (home := tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(home)
@@ -116,6 +117,72 @@ def test_a_run_is_named_by_its_directory_from_anywhere(
     shutil.copytree(config.broker.embedded_dir, moved / RUN / "broker")
     assert call("status", str(moved / RUN), "--json") == 0
     assert '"latest_version":7' in capsys.readouterr().out
+
+
+def test_a_run_without_its_broker_never_reads_that_of_the_working_directory(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another project's broker, in the same place below it, has a run of the same name."""
+    home, other = tmp_path / "home", tmp_path / "other"
+    home.mkdir()
+    shutil.copytree(config.broker.embedded_dir, other / ".sluice/broker")
+    monkeypatch.chdir(home)
+    relative = load_config(None, [f"run={RUN}"], {})
+    provenance.store(relative, home / ".sluice/runs" / RUN)
+    absolute = load_config(None, [f"run={RUN}", f"run_dir={home / 'far'}"], {})
+    provenance.store(absolute, home / "far" / RUN)
+    for copy in ("kept", ".sluice/runs"):
+        shutil.copytree(home / ".sluice/runs" / RUN, other / copy / RUN)
+    old = other / "old" / RUN
+    shutil.copytree(home / "far" / RUN, old)
+    (old / "origin.json").unlink()  # as an earlier release stored it
+    monkeypatch.chdir(other)
+    for run in (other / "kept" / RUN, other / ".sluice/runs" / RUN, home / "far" / RUN, old):
+        for command in (["status", str(run)], ["dlq", "list", str(run)], ["dlq", "drop", str(run), "--all", "--yes"]):
+            assert call(*command) == 4, command
+            assert "names no running embedded broker" in capsys.readouterr().err
+    assert call("dlq", "list", str(old), "--set", f"broker.embedded_dir={other / '.sluice/broker'}") == 0
+
+
+def test_a_broker_that_was_moved_with_its_run_is_known_again(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(config.broker.embedded_dir, home / ".sluice/broker")
+    monkeypatch.chdir(home)
+    provenance.store(load_config(None, [f"run={RUN}"], {}), home / ".sluice/runs" / RUN)
+    monkeypatch.chdir(tmp_path)
+    home.rename(tmp_path / "moved")
+    assert call("status", str(tmp_path / "moved/.sluice/runs" / RUN)) == 0
+    assert "weights v7" in capsys.readouterr().out
+
+
+def test_a_run_whose_broker_has_a_password_asks_for_its_address(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(config.broker.embedded_dir, tmp_path / ".sluice/broker")
+    monkeypatch.chdir(tmp_path)
+    run = Path(".sluice/runs") / RUN
+    provenance.store(load_config(None, [f"run={RUN}", "broker.url=redis://:pa55@127.0.0.1:1/0"], {}), run)
+    for command in (["status", str(run)], ["top", str(run), "--once"], ["dlq", "drop", str(run), "--all", "--yes"]):
+        assert call(*command) == 4
+        said = capsys.readouterr().err
+        assert "set REDIS_URL: the address of the run's broker (redis://:***@127.0.0.1:1/0) has a password" in said
+    assert call("dashboard", str(run)) == 4
+    assert "set REDIS_URL" in capsys.readouterr().err
+    assert not any("pa55" in path.read_text() for path in run.iterdir())
+    monkeypatch.setenv("REDIS_URL", "redis://:pa55@127.0.0.1:1/0")
+    assert call("status", str(run)) == 4
+    assert "redis://:***@127.0.0.1:1/0: the broker does not answer" in capsys.readouterr().err
+
+
+def test_a_run_that_was_renamed_shows_no_counts_of_its_new_name(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    provenance.store(config, tmp_path / "kept")
+    for command in (["status", str(tmp_path / "kept")], ["status", "-c", str(tmp_path / "kept")]):
+        assert call(*command) == 2
+        assert f"kept was renamed from {RUN}, the run's name in its broker" in capsys.readouterr().err
 
 
 def test_what_names_no_run_or_two_is_refused(
