@@ -205,7 +205,7 @@ async def _publish(role: Role, model: Path) -> None:
         manifest = WeightVersion(version=version, path="", digest="", step=version, published_at=1.8e9 + version)
         full = write_version(model, root, manifest)
         full = msgspec.structs.replace(full, probe_score=-12.5 - version)
-        await registry.register(full, owner.key, owner.nonce, 0)
+        await registry.register(full, owner.key, owner.nonce)
     await owner.release()
 
 

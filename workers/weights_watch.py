@@ -39,6 +39,8 @@ class WeightsWatch:
 
     def saw(self, latest: int | None) -> None:
         """Record the registry's newest version, as reported by the last claim."""
+        if latest != self._refused:
+            self._refused = None  # the run may come back to it, with whole files
         self._latest = latest
 
     async def look(self) -> None:

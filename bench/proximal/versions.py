@@ -20,7 +20,7 @@ from sluice.bench.models import cached
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.weights.registry import WeightsRegistry
-from sluice.pipeline.weights.versions import retire, write_version
+from sluice.pipeline.weights.versions import remove, write_version
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import WeightVersion
 from sluice.pipeline.wire.tokens import TokenArray
@@ -109,8 +109,8 @@ class Publisher:
         at = time.time()
         manifest = self._variants.manifest(version, at)
         full = await asyncio.to_thread(write_version, self._variants.directory(version), self._root, manifest)
-        oldest = max(0, version - self._retention + 1)
-        await self._registry.register(full, self.owner.key, self.owner.nonce, oldest)
+        gone = range(version - self._retention + 1)
+        await self._registry.register(full, self.owner.key, self.owner.nonce, gone)
         registered_at = time.time()
-        await asyncio.to_thread(retire, self._root, oldest)
+        await asyncio.to_thread(remove, self._root, gone)
         return Published(Path(full.path), at, registered_at)

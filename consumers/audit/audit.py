@@ -127,7 +127,7 @@ class Tally:
         compared = (sampled & ~no_behaviour, scored & ~no_proximal)
         off: dict[FaultKind, Mask] = {
             "version": (stored.versions < -1) | ((stored.mask != 0) & ~sampled) | self._unheard_of(stored.versions),
-            "proximal_version": ((stored.proximal_versions != -1) & ~scored)
+            "proximal_version": ((stored.proximal_versions != -1) & ~scored & ~stored.lost)
             | self._unheard_of(stored.proximal_versions),
             "behaviour": compared[0] & ~(behaviour <= self.tolerance),
             "proximal": compared[1] & ~(proximal <= self.tolerance),

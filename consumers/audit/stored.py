@@ -80,6 +80,15 @@ class Stored:
         following = self.versions + 1 if self.line is None else self.line.successors(self.versions)
         return self.sampled & (self.proximal_versions == following) & (self.proximal_versions != -1)
 
+    @property
+    def lost(self) -> NDArray[np.bool_]:
+        """Where the token, or its proximal logprob, is of a version that a kill undid: nothing is claimed there."""
+        if self.line is None:
+            return np.zeros_like(self.sampled)
+        newest = self.line.newest
+        was = (self.proximal_versions > self.versions) & (self.proximal_versions <= newest) & (self.versions <= newest)
+        return self.sampled & was & ~(self.line.holds(self.versions) & self.line.holds(self.proximal_versions))
+
     def needed(self) -> set[int]:
         """The versions whose forward pass this sequence needs."""
         return {*self.versions[self.sampled].tolist(), *self.proximal_versions[self.scored].tolist()}

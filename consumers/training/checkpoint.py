@@ -296,15 +296,22 @@ def model_of(run_dir: Path) -> Path | None:
 def _durable(run_dir: Path) -> tuple[TrainerState, Path | None]:
     """The newest state and the model that belongs to it."""
     root = run_dir / "weights"
-    found = [*_of_versions(root), *_of_checkpoints(run_dir)]
+    found: list[tuple[TrainerState, Path | None]] = [*_of_versions(root), *_of_checkpoints(run_dir)]
     if (without_version := _read_handoff(run_dir)) is not None:
-        number = max((state.version for state, _ in found), default=without_version.version)
-        without_version.version = number
-        found.append((without_version, root / f"v{number:06d}"))
-    if found:
-        return max(found, key=lambda each: each[0].step)
-    number = newest_number(root)
-    return TrainerState(), None if number < 0 else root / f"v{number:06d}"
+        before, model = max(found, key=_step, default=(TrainerState(), _version_in(root, 0)))
+        without_version.version = before.version
+        found.append((without_version, model))
+    return max(found, key=_step, default=(TrainerState(), _version_in(root, 0)))
+
+
+def _step(found: tuple[TrainerState, Path | None]) -> int:
+    return found[0].step
+
+
+def _version_in(root: Path, number: int) -> Path | None:
+    """Its directory, if it's there."""
+    directory = root / f"v{number:06d}"
+    return directory if directory.is_dir() else None
 
 
 def _of_versions(root: Path) -> Iterator[tuple[TrainerState, Path]]:
@@ -331,8 +338,7 @@ def _of_checkpoints(run_dir: Path) -> Iterator[tuple[TrainerState, Path]]:
             if step not in steps:
                 continue
             state = TrainerState(step=step, version=steps[step])
-        version = root / f"v{state.version:06d}"
-        yield state, version if state.is_published and version.is_dir() else found
+        yield state, (_version_in(root, state.version) if state.is_published else None) or found
         return
 
 

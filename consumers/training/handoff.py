@@ -45,6 +45,7 @@ from sluice.pipeline.config.load import RESOLVED
 from sluice.pipeline.errors import ConfigError, DataError, ModelError, TaskError
 from sluice.pipeline.images.processor import joined_tensors
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.weights.line import Line
 from sluice.pipeline.weights.versions import newest_number
 from sluice.pipeline.wire.messages import TrainingSample
 
@@ -81,11 +82,16 @@ class Batch(TypedDict):
 
 
 def tensors_of(
-    samples: Sequence[TrainingSample], pad_id: int, images: SampleImages | None = None, type_names: Sequence[str] = ()
+    samples: Sequence[TrainingSample],
+    pad_id: int,
+    images: SampleImages | None = None,
+    type_names: Sequence[str] = (),
+    line: Line | None = None,
 ) -> Batch:
     """Tensors of the samples, in order; `input_ids` are padded with `pad_id`.
 
-    `type_names`: see `token_type_names`. Raises TaskError for a sample with images if there is no `images`.
+    `type_names`: see `token_type_names`; `line`: see `proximal_of`. Raises TaskError for a sample with images if there
+    is no `images`.
     """
     for sample in samples:
         if sample.images and images is None:
@@ -94,7 +100,7 @@ def tensors_of(
     weights[:, :1] = 0.0  # the first token has no context to predict it from
     labels = _rows(samples, [sample.labels for sample in samples], IGNORED, torch.int64)
     labels[weights == 0] = IGNORED
-    proximal = [proximal_of(sample) for sample in samples]
+    proximal = [proximal_of(sample, line) for sample in samples]
     ones = [np.ones(len(sample.token_ids)) for sample in samples]
     return Batch(
         seq_ids=[sample.seq_id for sample in samples],
@@ -256,7 +262,7 @@ class Rollouts:
             shutil.rmtree(staged, ignore_errors=True)
             raise
         # The session owns it from here on: an interrupted call doesn't delete it.
-        weights = Weights(staged, probe, score)
+        weights = Weights(staged, probe, score, may_return=False)
         complete = self._thread.call(lambda session: _publish(session, weights, record, finishes))
         self.version = newest_number(self._root)
         self._finished(finishes, complete)
@@ -303,7 +309,8 @@ class Rollouts:
 
     def _tensors(self, samples: list[TrainingSample]) -> Batch:
         try:
-            return tensors_of(samples, self._pad_id, self._images, self._type_names)
+            line = self._thread.call(lambda session: _value(session.state.line))
+            return tensors_of(samples, self._pad_id, self._images, self._type_names, line)
         except OSError:  # a successor deletes the pixels of the trainer that it replaced
             self._thread.call(lambda session: session.check_owner())
             raise

@@ -66,17 +66,18 @@ class Plan:
     is_lost: bool  # the sample will be dropped as stale: nothing needs scoring
 
 
-def proximal_of(sample: TrainingSample) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def proximal_of(sample: TrainingSample, line: Line | None = None) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """The usable proximal logprobs (nats) and the version of each; both of shape (len(token_ids),).
 
-    Where the version isn't a later one than versions[i], or the value isn't finite, they are the behaviour logprob (0
-    if that wasn't passed on) and -1.
+    Where the version isn't a later one than versions[i] (with `line`: not its successor), or the value isn't finite,
+    they are the behaviour logprob (0 if that wasn't passed on) and -1.
     """
     length = len(sample.token_ids)
     versions = np.array(sample.versions.expand() or [-1] * length, dtype=np.int64)
     claimed = np.array(sample.proximal_versions.expand() or [-1] * length, dtype=np.int64)
     values, behaviour = _floats(sample.proximal_logprobs, length), np.array(sample.logprobs or [0.0] * length)
-    true = (versions >= 0) & (claimed > versions) & np.isfinite(values)
+    following = claimed > versions if line is None else claimed == line.successors(versions)
+    true = (versions >= 0) & (claimed >= 0) & following & np.isfinite(values)
     return np.where(true, values, behaviour), np.where(true, claimed, -1)
 
 

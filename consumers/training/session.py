@@ -75,6 +75,7 @@ class Weights:
     directory: Path
     probe: Sequence[int] = ()
     score: float | None = None
+    may_return: bool = True  # a kill may have undone them before; False: their files are what makes them durable
 
 
 Fence = Callable[[], None]  # raises LeaseLost if the trainer was replaced; for a thread
@@ -156,10 +157,16 @@ class Session:
             raise WeightsError(
                 f"version {latest} is registered, but {self.root} has none; share the run's directory with this host"
             )
-        if weights is not None and not state.is_published and not self._version_directory().is_dir():
-            state.publish(await self._registry.next_number(state.version, self.root))
+        if weights is not None and not state.is_published:
+            # They may have become a version after their checkpoint; if their version is gone, they become one now.
+            number = await self._number_of(weights)
+            if number is None and not self._version_directory().is_dir():
+                number = await self._registry.next_number(state.version, self.root)
+            if number is not None:
+                state.publish(number)
         if weights is None or not state.is_published:
-            weights, manifest = None, versions.read_manifest(self._version_directory())
+            directory = self._version_directory()
+            weights, manifest = None, replace(versions.read_manifest(directory), path=str(directory))
         else:
             manifest = await self._write_version(weights, state)
         self._durable_version = state.version
@@ -186,6 +193,8 @@ class Session:
                 self._role.status.waiting(WaitKind.BATCHES, count=len(self.given) or None)
                 now = await self._snapshot()  # first: anything handed off before this is read below
                 dry = _is_dry(now)
+                if now.stepped != self._stepped().samples:  # the broker lost its last second
+                    await self._ack_pairs([], {})
                 if now.reasons.get(_FILTERED, 0) != filtered:  # others are on their way in its place
                     until, filtered = time.monotonic() + limit_s, now.reasons.get(_FILTERED, 0)
                 self._unread.extend(await self._reader.read(_READ, block_ms=1 if dry else 200))
@@ -353,6 +362,17 @@ class Session:
         """Whether there are steps that are not durable and acked."""
         return bool(self.state.unacked) or not self._committed
 
+    @property
+    def holds_much(self) -> bool:
+        """Whether steps without a commit hold so much in the broker that they should get one."""
+        return self._stepped().bytes > self._config.producer.max_in_flight_mb << 19
+
+    def _stepped(self, acked: Collection[str] = ()) -> Stepped:
+        """What is in steps without an ack, once these entries are acked."""
+        left = [(entry_id, samples) for entry_id, samples in self.state.unacked if entry_id not in acked]
+        num_bytes = sum(self._stepped_bytes.get(entry_id, 0) for entry_id, _ in left)
+        return Stepped(sum(samples for _, samples in left), num_bytes)
+
     async def complete(self) -> bool:
         """Whether nothing is left to train."""
         return (await self._snapshot()).complete
@@ -443,11 +463,15 @@ class Session:
 
     async def _number_for(self, weights: Weights) -> int:
         """That of the version with which a kill undid the same step, if these are its weights again; else a new one."""
-        state = self.state
-        same = await asyncio.to_thread(
-            versions.same_again, self.root, weights.directory, step=state.step, parent=state.version
-        )
-        return await self._registry.next_number(state.version, self.root) if same is None else same
+        same = await self._number_of(weights)
+        return await self._registry.next_number(self.state.version, self.root) if same is None else same
+
+    async def _number_of(self, weights: Weights) -> int | None:
+        """The version that was published from this state with these weights; None if there is none."""
+        if not weights.may_return:
+            return None
+        step, parent = self.state.step, self.state.version
+        return await asyncio.to_thread(versions.same_again, self.root, weights.directory, step=step, parent=parent)
 
     async def _write_version(self, weights: Weights, state: TrainerState) -> WeightVersion:
         previous, before = self._published or (None, None)
@@ -467,11 +491,12 @@ class Session:
         return await self._writing(versions.write_version, weights.directory, self.root, manifest, self._fence())
 
     async def _register(self, manifest: WeightVersion, weights: Weights | None) -> None:
-        latest, kept = await self._registry.latest(), self.state.line.newest_few(self._config.weights.retention)
+        latest, newest = await self._registry.latest(), self.state.line.newest_few(self._config.weights.retention)
         # A kill takes the run back to the last commit, whose version may be all that is left of its weights.
-        oldest, keep = min(kept[0], self._durable_version), self._reference
-        await self._registry.register(manifest, self._owner.key, self._owner.nonce, oldest, keep)
-        await asyncio.to_thread(versions.retire, self.root, oldest, keep)
+        kept = {*newest, self._durable_version, *([] if self._reference is None else [self._reference])}
+        gone = await asyncio.to_thread(versions.retired, self.root, kept, manifest.version)
+        await self._registry.register(manifest, self._owner.key, self._owner.nonce, gone)
+        await asyncio.to_thread(versions.remove, self.root, gone)
         if latest is not None and latest > manifest.version:
             get_logger().warning("back to an older version", version=manifest.version, lost_up_to=latest)
         get_logger().info("published", version=manifest.version, digest=manifest.digest[:12])
@@ -493,9 +518,9 @@ class Session:
                 "start that names it, so name one that is still there, or start a run of another name (--set run=NAME) "
                 "from the weights that should be the reference"
             )
-        if await self._registry.get(number) is None:
-            manifest = replace(await asyncio.to_thread(versions.read_manifest, directory), path=str(directory))
-            await self._registry.put_back(manifest, self._owner.key, self._owner.nonce)
+        # Always: the run's directory may have moved since it was registered.
+        manifest = replace(await asyncio.to_thread(versions.read_manifest, directory), path=str(directory))
+        await self._registry.put_back(manifest, self._owner.key, self._owner.nonce)
 
     def _fence(self) -> Fence:
         loop = asyncio.get_running_loop()
@@ -523,11 +548,7 @@ class Session:
         await self._records.flush()
         scripts, keys, owner = self._role.scripts, self._role.keys, self._owner
         acked = {entry_id for entry_id, _ in pairs}
-        left = [(entry_id, samples) for entry_id, samples in self.state.unacked if entry_id not in acked]
-        stepped = Stepped(
-            sum(samples for _, samples in left), sum(self._stepped_bytes.get(entry_id, 0) for entry_id, _ in left)
-        )
-        await ack_batches(scripts, keys, owner.key, owner.nonce, pairs, drops, stepped)
+        await ack_batches(scripts, keys, owner.key, owner.nonce, pairs, drops, self._stepped(acked))
         for entry_id in acked:
             self._stepped_bytes.pop(entry_id, None)
         self._reader.release([entry_id for entry_id, _ in pairs])

@@ -91,7 +91,8 @@ class Trainer:
                 break
             async with self._session.guarding_files():  # the step reads the samples' pixels
                 await self._train(samples)
-        await self._save(checkpoint_due=self._session.uncommitted, publish_due=self._session.uncommitted)
+        uncommitted, stopped = self._session.uncommitted, self._role.stop.is_set()
+        await self._save(checkpoint_due=uncommitted, publish_due=not stopped)
         await self._session.close()
 
     def _enough_versions(self) -> bool:
@@ -147,7 +148,8 @@ class Trainer:
         losses = {name: round(record[key], 4) for name, key in shown.items() if key in record}
         get_logger().info("step", step=session.state.step, **losses)
         step, config = session.state.step, self._config.trainer
-        publish_due, checkpoint_due = step % config.publish_every == 0, step % config.checkpoint_every == 0
+        publish_due = step % config.publish_every == 0
+        checkpoint_due = step % config.checkpoint_every == 0 or session.holds_much
         is_last = not (publish_due and checkpoint_due) and await session.nothing_follows()
         await self._save(checkpoint_due=checkpoint_due or is_last, publish_due=publish_due or is_last)
 

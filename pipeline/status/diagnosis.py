@@ -49,7 +49,7 @@ def verdict(before: Snapshot, now: Snapshot) -> Verdict:
     over_s = max(0.0, now.at - before.at)
     moved = {name: count for name in _COUNTS if (count := int(getattr(now, name) - getattr(before, name))) > 0}
     if now.latest_version != before.latest_version:
-        moved["versions"] = (now.latest_version or 0) - (before.latest_version or 0) or 1
+        moved["versions"] = max(1, (now.latest_version or 0) - (before.latest_version or 0))
     busy = next((row.name for row in now.processes if _works(row)), None)
     return Verdict(state=_state(now, moved, busy), moved=moved, over_s=round(over_s, 3), busy=busy)
 

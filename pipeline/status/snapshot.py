@@ -168,6 +168,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     committed: int = 0
     accepted: int = 0
     trained: int = 0
+    stepped: int = 0  # in steps of the trainer that no checkpoint holds yet
     dead: int = 0
     dropped: int = 0
     tokens: int = 0
@@ -226,7 +227,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     def version_lag(self) -> int:
         """Versions between the newest and the oldest that a live worker decodes with."""
         held = [row.version for row in self.alive("worker") if row.version is not None]
-        return max(0, (self.latest_version or 0) - min(held)) if held else 0
+        return max(abs((self.latest_version or 0) - one) for one in held) if held else 0
 
 
 async def snapshot(client: Redis, keys: Keys) -> Snapshot:
@@ -253,7 +254,7 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
     held = read.numbers(keys.source, {name: source[name] for name in _SOURCE_NUMBERS if name in source})
     sound = not read.skipped  # otherwise it's unknown whether the run is over
     version = read.numbers(keys.latest, {b"latest": latest} if latest is not None else {}).get("latest")
-    sequences = ("enqueued", "committed", "accepted", "trained", "dead", "dropped", "tokens", "replayed")
+    sequences = ("enqueued", "committed", "accepted", "trained", "stepped", "dead", "dropped", "tokens", "replayed")
     counted: dict[str, Any] = {name: number.get(name, 0) for name in sequences}
     at = seconds + micros / 1e6
     return Snapshot(

@@ -142,7 +142,7 @@ def _old_versions(now: Snapshot) -> list[Stall]:
     latest, since = now.latest_version, now.latest_at
     workers = [row for row in now.processes if row.role == "worker" and row.is_alive and row.version is not None]
     held = [row.version for row in workers if row.version is not None]
-    if latest is None or since is None or not held or max(held) >= latest or now.at - since < OLD_S:
+    if latest is None or since is None or not held or latest in held or now.at - since < OLD_S:
         return []
     refused = next((row.name for row in workers if refuses_newest(now, row)), None)
     waits = next((row.name for row in workers if row.wait is not None), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +23,6 @@ HIGHEST = "highest"  # field of the table of versions: the highest number ever r
 _REFUSED = {
     "conflict": "that number is already registered with other weights; is this an older copy of the "
     "run's directory? Restore the newer one, or start a run of another name (--set run=NAME)",
-    "order": "a newer one is registered, and this one never was; use `WeightsRegistry.next_number`",
 }
 
 
@@ -65,17 +64,17 @@ class WeightsRegistry:
             raise WeightsError(f"version {version}: unreadable registry entry ({error})") from error
 
     async def register(
-        self, manifest: WeightVersion, owner_key: str, nonce: str, oldest: int, keep: int | None = None
+        self, manifest: WeightVersion, owner_key: str, nonce: str, forgotten: Iterable[int] = ()
     ) -> None:
-        """Make a version the one that workers load; idempotent. Forgets those before `oldest`, except `keep`.
+        """Make a version the one that workers load, and forget others; idempotent.
 
         Raises WeightsError, or as `why_fenced`.
         """
-        await self._publish(manifest, owner_key, nonce, oldest=oldest, keep=keep)
+        await self._publish(manifest, owner_key, nonce, forgotten=list(forgotten))
 
     async def put_back(self, manifest: WeightVersion, owner_key: str, nonce: str) -> None:
         """Make a version known to scorers that the broker has lost; workers keep theirs. Raises as `register`."""
-        await self._publish(manifest, owner_key, nonce, oldest=0, keep=manifest.version, serves=False)
+        await self._publish(manifest, owner_key, nonce, serves=False)
 
     async def _publish(self, manifest: WeightVersion, owner_key: str, nonce: str, **rest: Any) -> None:
         names = PublishKeys(versions=self._keys.versions, latest=self._keys.latest, owner=owner_key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -159,12 +159,20 @@ def same_again(root: Path, source: Path, *, step: int, parent: int) -> int | Non
     return next((number for number, its in twins if its == digest), None)
 
 
-def retire(root: Path, oldest: int, keep: int | None = None) -> None:
-    """Delete versions before `oldest`, except `keep`, and leftovers of a killed writer."""
+def retired(root: Path, kept: Collection[int], newest: int) -> list[int]:
+    """The versions of `root` below `newest` that aren't in `kept`.
+
+    Those above are lost ones: the step that is redone may have their weights again.
+    """
+    return [number for number, _ in numbered_directories(root) if number < newest and number not in kept]
+
+
+def remove(root: Path, numbers: Collection[int]) -> None:
+    """Delete these versions, and leftovers of a killed writer."""
     for aside in root.glob(".v*.tmp"):
         shutil.rmtree(aside, ignore_errors=True)
     for number, directory in numbered_directories(root):
-        if number < oldest and number != keep:
+        if number in numbers:
             shutil.rmtree(directory)
 
 

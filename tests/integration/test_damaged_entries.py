@@ -112,7 +112,7 @@ async def test_the_newest_version_is_mended_by_the_next(config: Config, client: 
     for value in (b"x", b"9" * 30):
         await client.set(keys.latest, value)
         names = PublishKeys(versions=keys.versions, latest=keys.latest, owner=owner.key)
-        request = Publish(nonce=owner.nonce, version=4, digest="d", manifest=b"m", oldest=2)
+        request = Publish(nonce=owner.nonce, version=4, digest="d", manifest=b"m", forgotten=[2])
         assert (await Scripts(client).ask(names, request), await client.get(keys.latest)) == ("ok", b"4")
         await client.delete(keys.versions)
 

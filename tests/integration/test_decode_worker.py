@@ -220,7 +220,7 @@ async def publish(client: Any, keys: Keys, source: Path, run_dir: Path, version:
     await client.delete(owner.key)
     assert await owner.try_acquire()
     full = write_version(source, run_dir / "weights", WeightVersion(version=version, path="", digest=""))
-    await registry.register(msgspec.structs.replace(full, **changes), owner.key, owner.nonce, 0)
+    await registry.register(msgspec.structs.replace(full, **changes), owner.key, owner.nonce)
 
 
 def watch_of(role: Role, engine: HfBackend, latest: int | None) -> WeightsWatch:

@@ -60,7 +60,7 @@ class Published:
         if version == 0:
             assert await self._owner.try_acquire()
         full = msgspec.structs.replace(made or self.make(version), **changes)
-        await self._registry.register(full, self._owner.key, self._owner.nonce, 0)
+        await self._registry.register(full, self._owner.key, self._owner.nonce)
 
     def assert_right(self, result: SequenceResult) -> None:
         versions = result.versions.expand()

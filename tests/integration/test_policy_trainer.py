@@ -377,6 +377,12 @@ async def test_a_broker_that_lost_everything_gets_the_reference_back(
     assert (found.version, found.digest, found.path) == (0, before.digest, before.path)
     assert [await registry.get(version) for version in (1, 2)] == [None, None]
     assert await registry.latest() == 3
+    moved = encode(replace(found, path="/where/it/was"))
+    await client.hset(keys.versions, "0", moved)  # registered before the run's directory was moved
+    await train(config, source)
+    again = await registry.get(0)
+    assert again is not None
+    assert (again.path, await registry.latest()) == (before.path, 3)
 
 
 async def test_a_step_of_several_minibatches_is_one_batch_wherever_it_was_cut_off(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import WeightVersion
 from tests.cut_off import cut_off_at
 from tests.integration.test_trainer import assert_each_once, config_of, hand_on, train
+from tests.roles import eventually
 from tests.tiny_models import save_tiny_model
 
 _SESSION, _VERSIONS = "sluice.consumers.training.session.Session", "sluice.pipeline.weights.versions"
@@ -33,7 +35,7 @@ KILLS = [
     f"{_SESSION}._ack",
     f"{_SESSION}._register",
     "sluice.pipeline.weights.registry.WeightsRegistry.register",
-    f"{_VERSIONS}.retire",
+    f"{_VERSIONS}.remove",
 ]
 
 
@@ -183,3 +185,108 @@ def _looking(save: Any, client: Any, keys: Keys) -> Any:
         return save(*args, **options)
 
     return looked
+
+
+async def test_a_broker_that_forgot_the_last_commits_version_takes_it_back(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lost the second in which version 2 was registered; the trainer had gone on to version 3 by then."""
+    config = _keeping_all(config_of(broker_config, keys, run_dir, checkpoint_every=2))
+    await _to_a_lost_version(client, keys, config, source, monkeypatch)
+    await client.hdel(keys.versions, "2", "2:digest", "3", "3:digest")
+    await client.hset(keys.versions, "highest", 3)
+    await train(config, source)
+    await assert_each_once(client, keys, config, 4)
+    assert [one.version for one in await live(client, keys, config)] == [4, 3, 2, 1, 0]
+
+
+async def test_retention_holds_between_two_checkpoints(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(broker_config, keys, run_dir, checkpoint_every=20)
+    config = replace(config, weights=replace(config.weights, retention=4))
+    await hand_on(client, keys, 0, 8)
+    await cut_off_at("sluice.consumers.training.step_log.StepRecords.write", 8, monkeypatch, train(config, source))
+    assert sorted(manifests(config)) == [0, 4, 5, 6, 7], "the newest four, and the one that a kill goes back to"
+    known = [number for number in range(9) if await WeightsRegistry(client, keys).get(number) is not None]
+    assert known == [0, 4, 5, 6, 7]
+    await train(config, source)
+    await assert_each_once(client, keys, config, 8)
+
+
+async def test_the_last_weights_are_published_though_nobody_knew_that_they_were_the_last(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _keeping_all(config_of(broker_config, keys, run_dir, publish_every=4))
+    await hand_on(client, keys, 0, 3, last=False)
+    follows = Session.nothing_follows
+
+    async def something_else_ends(self: Session) -> bool:
+        if self.state.step == 3:
+            assert not await follows(self)  # a group is still open; then it dies
+            await client.hset(keys.source, "exhausted", 1)
+        return False
+
+    monkeypatch.setattr(Session, "nothing_follows", something_else_ends)
+    await train(config, source)
+    assert [one.step for one in await live(client, keys, config)] == [3, 0]
+    for _ in range(2):  # its checkpoint was written before, and doesn't know of the version
+        await train(config, source)
+        assert await WeightsRegistry(client, keys).latest() == 1
+    await assert_each_once(client, keys, config, 3)
+
+
+async def test_credit_that_the_broker_lost_is_given_again(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    config = config_of(broker_config, keys, run_dir, checkpoint_every=9, batch_wait_s=30)
+    await hand_on(client, keys, 0, 2, last=False)
+    training = asyncio.create_task(train(config, source))
+
+    async def stepped(samples: int) -> bool:
+        return (await snapshot(client, keys)).stepped == samples
+
+    await eventually(lambda: stepped(4), "two steps")
+    await client.hset(keys.counts, mapping={"stepped": 2, "stepped_bytes": 0})
+    await eventually(lambda: stepped(4), "the trainer to see it")
+    await hand_on(client, keys, 2, 1)
+    await training
+    await assert_each_once(client, keys, config, 3)
+
+
+async def test_steps_that_hold_much_in_the_broker_get_their_checkpoint(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(broker_config, keys, run_dir, checkpoint_every=20)
+    config = replace(config, producer=replace(config.producer, max_in_flight_mb=1))
+    await hand_on(client, keys, 0, 4)
+    monkeypatch.setattr(Session, "holds_much", property(lambda self: self._stepped().samples >= 4))
+    saved: list[int] = []
+    save = checkpoint.save
+    monkeypatch.setattr(
+        checkpoint, "save", lambda *args, **options: saved.append(args[3].step) or save(*args, **options)
+    )
+    await train(config, source)
+    assert saved == [2, 4]
+    await assert_each_once(client, keys, config, 4)
+
+
+async def test_a_loop_of_ones_own_starts_at_the_weights_that_are_durable(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _keeping_all(config_of(broker_config, keys, run_dir, checkpoint_every=2, publish_every=4))
+    home = Path(config.run_dir) / config.run
+    await hand_on(client, keys, 0, 4)
+    cut = "sluice.consumers.training.step_log.StepRecords.write"
+    with monkeypatch.context() as patch:
+        await cut_off_at(
+            cut, 2, patch, train(replace(config, trainer=replace(config.trainer, publish_every=1)), source)
+        )
+    assert (checkpoint.read_state(home).step, checkpoint.model_of(home)) == (0, home / "weights" / "v000000")
+    with monkeypatch.context() as patch:
+        await cut_off_at(cut, 4, patch, train(config, source))
+    assert (checkpoint.read_state(home).step, checkpoint.model_of(home)) == (2, home / "checkpoints" / "step-000002")
+    state = checkpoint.read_state(home)
+    state.step = 3
+    checkpoint.write_state(home, state)
+    assert (checkpoint.read_state(home).step, checkpoint.model_of(home)) == (3, home / "checkpoints" / "step-000002")

@@ -21,7 +21,7 @@ from sluice.pipeline.config.types import BrokerConfig, Config, ImagesConfig, Mod
 from sluice.pipeline.images.processor import VisionProcessor
 from sluice.pipeline.queue.scores import Scores
 from sluice.pipeline.weights.registry import WeightsRegistry
-from sluice.pipeline.weights.versions import retire, write_version
+from sluice.pipeline.weights.versions import remove, write_version
 from sluice.pipeline.wire.keys import SCORE_GROUP, Keys
 from sluice.pipeline.wire.messages import ImageRef, ScoreJob, ScoreResult, WeightVersion
 from sluice.pipeline.wire.tokens import Runs, TokenArray
@@ -84,7 +84,7 @@ class Run:
         )
         full = write_version(self._sources[version], self.root, manifest)
         assert await self._owner.try_acquire()
-        await self._registry.register(full, self._owner.key, self._owner.nonce, max(0, version - retention + 1))
+        await self._registry.register(full, self._owner.key, self._owner.nonce, range(version - retention + 1))
         return full
 
     async def ask(self, *jobs: ScoreJob) -> dict[tuple[str, int], ScoreResult]:
@@ -346,7 +346,7 @@ async def test_versions_that_cannot_be_had_end_no_scorer_and_are_never_mixed_up(
             run.assert_right(answers["a:0", 0], job("a:0", 0))
             for version, why in reasons.items():
                 assert why in answers["b:0", version].error
-        retire(run.root, 1)
+        remove(run.root, [0])
         later = await run.ask(job("c:0", 0), job("c:0", 1))
         run.assert_right(later["c:0", 0], job("c:0", 0))  # still loaded
         assert "not there" in later["c:0", 1].error or "digest" in later["c:0", 1].error

@@ -102,7 +102,7 @@ CUTS = {
     "after the version's files, before the ack": ("sluice.consumers.training.session.Session._ack", 3),
     "after the ack, before the publication": ("sluice.consumers.training.session.Session._register", 3),
     "at the registration": ("sluice.pipeline.weights.registry.WeightsRegistry.register", 3),
-    "after the registration, before the old versions go": ("sluice.pipeline.weights.versions.retire", 3),
+    "after the registration, before the old versions go": ("sluice.pipeline.weights.versions.remove", 3),
     "before the first version": ("sluice.consumers.training.session.Session._write_version", 1),
     "before the first version is registered": ("sluice.consumers.training.session.Session._register", 1),
     "before the lines of a step": ("sluice.consumers.training.step_log.StepRecords.write", 2),

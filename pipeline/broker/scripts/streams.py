@@ -156,16 +156,15 @@ class PublishKeys(Names, frozen=True, kw_only=True):
 
 
 class Publish(WordRequest, frozen=True, kw_only=True):
-    """Register a weight version: ok | fenced | conflict | order."""
+    """Register a weight version: ok | fenced | conflict."""
 
     script: ClassVar[str] = "publish"
     nonce: str
     version: int
     digest: str
     manifest: bytes
-    oldest: int
-    keep: int | None = None  # a version that is never forgotten
     serves: bool = True  # workers load it
+    forgotten: list[int] = []  # versions that are gone
 
 
 class AgreeKeys(Names, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ async def test_every_worker_on_an_old_version(
     made = write_version(source, tmp_path / "weights", WeightVersion(version=1, path="", digest=""))
     torn = replace(made, digest="0" * 64, published_at=time.time() - 30)
     async with working(config, engine, "worker-0"):
-        await WeightsRegistry(client, keys).register(torn, owner.key, owner.nonce, 0)
+        await WeightsRegistry(client, keys).register(torn, owner.key, owner.nonce)
 
         async def refused() -> bool:
             look, stall = await stalled(config, "old_versions")

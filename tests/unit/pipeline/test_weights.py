@@ -23,7 +23,8 @@ from sluice.pipeline.weights.versions import (
     digest_of,
     newest_number,
     read_manifest,
-    retire,
+    remove,
+    retired,
     tensor_table,
     verify,
     write_version,
@@ -159,7 +160,7 @@ def test_an_interrupted_write_leaves_no_version(tmp_path: Path) -> None:
     assert list(root.glob("v??????")) == []
     made = write_version(source, root, manifest())
     assert verify(made)
-    retire(root, 0)
+    remove(root, [])
     assert [path.name for path in root.iterdir()] == ["v000001"], "what a killed writer left is swept"
 
 
@@ -168,17 +169,20 @@ def test_retire_keeps_exactly_retention(tmp_path: Path, retention: int) -> None:
     source = model_dir(tmp_path / "source")
     for version in range(6):
         write_version(source, tmp_path / "weights", manifest(version))
-        retire(tmp_path / "weights", version - retention + 1)
+        root = tmp_path / "weights"
+        remove(root, retired(root, range(version - retention + 1, version + 1), version))
     kept = sorted(path.name for path in (tmp_path / "weights").iterdir())
     assert kept == [f"v{version:06d}" for version in range(6 - retention, 6)]
 
 
-def test_retire_never_deletes_the_version_to_keep(tmp_path: Path) -> None:
-    source = model_dir(tmp_path / "source")
-    for version in range(5):
-        write_version(source, tmp_path / "weights", manifest(version))
-        retire(tmp_path / "weights", version - 1, keep=1)
-    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["v000001", "v000003", "v000004"]
+def test_what_is_above_the_newest_may_come_back_and_all_else_is_retired(tmp_path: Path) -> None:
+    source, root = model_dir(tmp_path / "source"), tmp_path / "weights"
+    for version in range(7):
+        write_version(source, root, manifest(version))
+    gone = retired(root, {1, 4}, 4)
+    assert gone == [0, 2, 3]
+    remove(root, gone)
+    assert sorted(path.name for path in root.iterdir()) == ["v000001", "v000004", "v000005", "v000006"]
 
 
 def flip(directory: Path) -> None:
@@ -243,7 +247,7 @@ def test_what_is_no_version_in_the_directory_of_versions_is_nobodys(tmp_path: Pa
         (root / name).mkdir()
     (root / "v000009").write_text("a file")
     assert newest_number(root) == 2
-    retire(root, 2)
+    remove(root, retired(root, [2], 2))
     assert not (root / "v000001").exists()
     assert len(list(root.iterdir())) == 9
 

@@ -155,6 +155,15 @@ def test_a_score_that_was_never_made_is_marked(run: Path) -> None:
     assert (found.marked, found.right, found.wrong) == (MARKED + 5, TOKENS - MARKED - 5, 0)
 
 
+def test_scores_of_a_version_that_a_kill_undid_claim_nothing(run: Path) -> None:
+    """Version 2 was published from version 0, and 1 is lost."""
+    (run / "metrics.jsonl").write_text('{"step":1,"version":0}\n{"step":3,"version":2}\n{"step":4,"version":2}\n')
+    found = look(run)
+    assert (found.marked, found.right, found.wrong) == (TOKENS, 0, 0)
+    change(run, "one", add("logprobs", 1, 0.1))
+    assert look(run).wrong == 1
+
+
 def test_a_claimed_score_without_a_number_is_wrong(run: Path) -> None:
     def drop(arrays: Arrays) -> None:
         arrays["proximal_logprobs"] = []
