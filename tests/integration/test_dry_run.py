@@ -147,7 +147,7 @@ def test_a_start_is_refused_with_every_problem_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("trainer.checkpoint_every=2", "trainer.checkpoint_every 2 must be 1"),
+        ("worker.renew_s=14", "worker.renew_s 14.0 must be at most half of worker.lease_s"),
         ("policy.enabled=false", "policy.enabled is false"),
         ("worker.cuont=2", "did you mean 'count'?"),
         ("worker.max_batch=0", "worker.max_batch must be > 0"),

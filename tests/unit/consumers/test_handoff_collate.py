@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sluice.consumers.training.handoff import tensors_of
+from sluice.pipeline.weights.line import Line
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.factories import training_sample
 
@@ -25,7 +26,7 @@ def test_garbage_in_a_marked_token_is_not_handed_on(garbage: float) -> None:
         proximal_versions=Runs.of([-1, 1, -1, 5]),
         response_mask=Runs.of([0, 1, 1, 1]),
     )
-    batch = tensors_of([sample], 0)
+    batch = tensors_of([sample], 0, line=Line.consecutive(6))
     assert batch["proximal_logprobs"].tolist() == [[0.0, -1.5, -2.0, -3.0]]
     assert batch["proximal_versions"].tolist() == [[-1, 1, -1, -1]]
 
