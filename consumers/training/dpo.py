@@ -137,6 +137,11 @@ class PairTerm:
         self._count, self._right = len(self._pairs), int((margins > 0).sum())
         self._tokens = sum(int(policy_mask(sample).sum()) for sample in samples)
 
+    @property
+    def trains(self) -> bool:
+        """Whether any pair is in the loss; known once it is prepared."""
+        return bool(self.slopes)
+
     def loss(self, logits: RowLogits, packed: PackedRows) -> Tensor:
         """What has the gradient of these rows' part in the loss of the batch; its value is another."""
         slopes = np.zeros(packed.input_ids.shape, dtype=np.float32)

@@ -299,6 +299,11 @@ class PolicyTerm:
         self._sums = dict.fromkeys(PolicySums._fields, 0.0)
         self._gap_sum = self._gap_max = self._gap_tokens = 0.0
 
+    @property
+    def trains(self) -> bool:
+        """Whether any token is in the loss."""
+        return self._tokens > 0
+
     def loss(self, logits: RowLogits, packed: PackedRows) -> Tensor:
         """The part of these rows in the loss of the batch."""
         rows = policy_rows(self._samples, packed, self._own, self._reference, self._before)

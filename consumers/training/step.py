@@ -78,7 +78,8 @@ class TrainStep:
         """Train once on the samples; returns numbers under `train/` keys, and `policy/` ones with a policy loss.
 
         `train/loss` is the cross-entropy only; `version` is that of the weights before this step, None if they
-        have none; `own` and `reference` as in `PolicyTerm`. A non-finite gradient skips the update and is counted.
+        have none; `own` and `reference` as in `PolicyTerm`. A non-finite gradient skips the update and is counted, and
+        so does a part of the batch that trains nothing: the optimiser's momentum would move the weights.
         """
         rate = self._learning_rate(step)
         policy = self._policy
@@ -102,7 +103,7 @@ class TrainStep:
                 term.prepare(self.score)
             ce, geometry = self._backward(part, term)
             ce_sum, geometry_sum = ce_sum + ce, geometry_sum + geometry
-            norms.append(self._update())
+            norms.append(self._update(_trains(part, term)))
             if term is not whole and whole is not None:
                 whole.add(cast(Any, term))  # of one kind
         finite = [norm for norm in norms if math.isfinite(norm)]
@@ -168,8 +169,11 @@ class TrainStep:
             self.model.train(training)
         return scores
 
-    def _update(self) -> float:
-        """The norm of the gradient; one that isn't finite makes no update."""
+    def _update(self, trains: bool) -> float:
+        """The norm of the gradient; one that isn't finite makes no update. NaN if nothing `trains`."""
+        if not trains:
+            self.optimizer.zero_grad(set_to_none=True)
+            return math.nan
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)))
         if math.isfinite(norm):
             self.optimizer.step()
@@ -211,6 +215,12 @@ class TrainStep:
         truth = torch.from_numpy(np.asarray(boxes, dtype=np.float32) / 999.0).to(logits.device)
         config = self._config
         return geometry_loss(expected, truth, config.smooth_l1_weight, config.ciou_weight).sum
+
+
+def _trains(samples: Sequence[TrainingSample], policy: PolicyTerm | PairTerm | None) -> bool:
+    """Whether the loss of these samples has a term."""
+    of_policy = policy is not None and policy.trains
+    return of_policy or any(sample.geometry or any(sample.weights) for sample in samples)
 
 
 def _weight(samples: Sequence[TrainingSample]) -> float:

@@ -234,6 +234,22 @@ def test_no_pair_at_all_trains_nothing(source: Path) -> None:
     assert not {"policy/dpo_margin", "policy/dpo_accuracy"} & record.keys()
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_part_without_a_pair_leaves_the_weights_to_the_others(source: Path, minibatches: int) -> None:
+    """A step on zeros would follow the momentum of those before."""
+    samples = batch()
+    scores = scores_of(samples)
+    step = train_step(source, policy=DPO, learning_rate=3e-3, minibatches=minibatches)
+    step.run(samples, 1, reference=scores)
+    before = weights_of(step)
+    bare = [replace(one, reward=1.0) for one in samples]
+    record = step.run(bare, 2, reference=scores)
+    assert same(weights_of(step), before)
+    assert (record["train/skipped_updates"], record["train/grad_norm"]) == (minibatches, 0.0)
+    step.run([replace(one, weights=FloatArray([0.0, *[1.0] * (len(one.token_ids) - 1)])) for one in bare], 3)
+    assert not same(weights_of(step), before), "cross-entropy is a reason of its own"
+
+
 def test_two_minibatches_are_two_steps_and_one_record(source: Path) -> None:
     samples = batch()
     scores = scores_of(samples)

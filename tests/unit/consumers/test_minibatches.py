@@ -203,6 +203,19 @@ def test_a_gradient_that_is_not_finite_costs_its_own_minibatch(source: Path) -> 
     assert not same(weights_of(step), start)
 
 
+def test_a_minibatch_without_a_token_to_train_makes_no_update(source: Path) -> None:
+    samples = [replace(one, weights=FloatArray([0.0] * len(one.token_ids))) for one in batch(source)]
+    masked = [replace(one, response_mask=Runs.of([0] * len(one.token_ids))) for one in samples[2:]]
+    step, apart = (
+        trainer(source, PolicyConfig(enabled=True), minibatches=2),
+        trainer(source, PolicyConfig(enabled=True)),
+    )
+    record, alone = reported(step, [*samples[:2], *masked]), reported(apart, samples[:2])
+    assert same(weights_of(step), weights_of(apart))
+    assert record["train/skipped_updates"] == 1
+    assert record["train/grad_norm"] == pytest.approx(alone["train/grad_norm"])
+
+
 def test_fewer_groups_make_fewer_minibatches(source: Path) -> None:
     record = reported(trainer(source, PolicyConfig(enabled=True), minibatches=8), batch(source))
     assert record["train/minibatches"] == 2
