@@ -114,10 +114,17 @@ class TrainerClient:
     async def _post(self, path: str, body: bytes, until: float, patience_s: float | None = None) -> bytes:
         pause, failing_since = self._retries.first_s, None
         patience_s = self._retries.patience_s if patience_s is None else patience_s
+        refused: RolloutError | None = None
         while True:
+            hurried = until - time.monotonic() < self._retries.most_s
             try:
                 return await self._try(path, body, until)
+            except RolloutError as error:
+                if error.category == "timeout" and hurried and refused is not None:
+                    raise refused from error  # that is what its time went on
+                raise
             except _Again as again:
+                refused = again.error
                 now, wait = time.monotonic(), max(again.after_s, pause * random.uniform(0.75, 1.25))
                 full = again.error.category == "rate_limited"
                 failing_since = None if full else failing_since or now

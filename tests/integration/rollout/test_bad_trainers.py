@@ -97,6 +97,20 @@ async def test_a_refusal_is_an_error_with_its_status_and_no_key(
     assert not any(KEY in text for text in (logged.err, logged.out, metrics, json.dumps(answer)))
 
 
+async def test_a_deadline_amid_the_last_of_many_refused_tries_names_the_refusal(
+    serve: Serve, tools_tokenizer: Any
+) -> None:
+    began = time.monotonic()
+
+    async def full_until_late(trainer: ScriptedTrainer, call: dict[str, Any]) -> web.Response:
+        return await (asleep if time.monotonic() - began > 0.92 else fixed(429))(trainer, call)
+
+    async with ScriptedTrainer(tools_tokenizer, [full_until_late]).serving() as trainer, serve(deadline_s=1) as served:
+        began = time.monotonic()
+        _, answer = await served.post("/rollout", a_request(trainer.url))
+        assert answer["extra_fields"] == {"error_category": "rate_limited", "http_status": 429}
+
+
 async def test_a_mask_that_the_trainer_refuses_is_named(serve: Serve, tools_tokenizer: Any) -> None:
     said = b'{"error": {"message": "mask_error: 2 values, 3 tokens", "code": "mask_error"}}'
     async with ScriptedTrainer(tools_tokenizer, [fixed(400, said)]).serving() as trainer, serve() as served:
