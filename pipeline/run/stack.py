@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from sluice.pipeline import logs
 from sluice.pipeline.broker import connection as connections
 from sluice.pipeline.broker.embedded import embedded_broker
 from sluice.pipeline.config import Config
-from sluice.pipeline.config.load import ENVIRONMENT
+from sluice.pipeline.config.load import ENVIRONMENT, is_run
 from sluice.pipeline.errors import BrokerError, MessageError, SluiceError, first_cause
 from sluice.pipeline.files import write_atomic
 from sluice.pipeline.http.server import bind_near
@@ -43,7 +43,7 @@ from sluice.pipeline.run.progress_panel import Progress
 from sluice.pipeline.run.supervisor import Child, Supervisor, sluice_command
 from sluice.pipeline.status.heartbeat import Heartbeat, read_row
 from sluice.pipeline.status.report import as_json
-from sluice.pipeline.status.run_end import RunEnd, forget_end, write_end
+from sluice.pipeline.status.run_end import RunEnd, forget_end, read_end, run_directory, write_end
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.terminal import say
 from sluice.pipeline.wire.keys import Keys
@@ -231,7 +231,8 @@ def run_stack(
     Returns 0 if it completes, 130 if interrupted. `watch` is called with every snapshot.
     """
     logs.configure("up")
-    with contextlib.ExitStack() as scope:
+    forget_end(run_directory(config))
+    with _failed_start_stored(config), contextlib.ExitStack() as scope:
         if config.broker.url is None:
             url = scope.enter_context(embedded_broker(config.broker))
             settings = msgspec.structs.replace(config.broker, url=url)
@@ -240,6 +241,21 @@ def run_stack(
         listener, config = dashboard_listener(config)  # bound first: the address that is said is its own
         with listener or contextlib.nullcontext():
             return asyncio.run(_supervised(config, title, watch, extra or {}, listener))
+
+
+@contextlib.contextmanager
+def _failed_start_stored(config: Config) -> Generator[None]:
+    """Stores why the run failed, unless that is stored already."""
+    run_dir = run_directory(config)
+    try:
+        yield
+    except Exception as error:
+        if read_end(run_dir) is None:
+            _store_end(run_dir, _failure(first_cause(error)), None)
+            if not is_run(run_dir):  # else the start that fails would change what the run used
+                with contextlib.suppress(Exception):
+                    provenance.store(config, run_dir)
+        raise
 
 
 def counts(config: Config) -> dict[RoleName, int | None]:
@@ -293,14 +309,13 @@ def child_environment(config: Config) -> dict[str, str]:
 async def _supervised(
     config: Config, title: str, watch: Watch | None, extra: dict[str, list[str]], listener: socket.socket | None
 ) -> int:
-    run_dir = Path(config.run_dir) / config.run
+    run_dir = run_directory(config)
     resolved = provenance.store(config, run_dir)
     client = connections.connect(config.broker, config.run)
     supervisor = Supervisor(config.up, run_dir / "logs", child_environment(config), Deaths(client, config).settle)
     for name, command in {**plan(config, resolved), **extra}.items():
         own = listener if name == "dashboard" else None
         supervisor.add(name, command, optional=name in ONLOOKERS, listener=own)
-    forget_end(run_dir)
     try:
         with Progress(title) as progress:
             for place in (f"files {run_dir}", f"logs {supervisor.log_dir}", *addresses(config)):
@@ -326,14 +341,17 @@ def _ending(final: Snapshot | None, *, interrupted: bool) -> dict[str, Any]:
     return {"state": "complete" if final.complete else "stopped"}
 
 
-def _failure(cause: BaseException, supervisor: Supervisor) -> RunEnd:
+def _failure(cause: BaseException, supervisor: Supervisor | None = None) -> RunEnd:
+    said = (supervisor and supervisor.cause) or (
+        str(cause) if isinstance(cause, SluiceError | OSError) else repr(cause)
+    )
     return RunEnd(
         at=time.time(),
         state="failed",
         exit_code=cause.exit_code if isinstance(cause, SluiceError) else SluiceError.exit_code,
-        cause=supervisor.cause or (str(cause) if isinstance(cause, SluiceError) else repr(cause)),
+        cause=said.encode(errors="replace").decode(),  # a path that is no Unicode
         kind=type(cause).__name__,
-        process=supervisor.failed.name if supervisor.failed else "",
+        process=supervisor.failed.name if supervisor and supervisor.failed else "",
     )
 
 
@@ -344,8 +362,8 @@ def _store_end(run_dir: Path, end: RunEnd, final: Snapshot | None) -> None:
         if final is not None:
             final.end = end
             write_atomic(run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(as_json(final))))
-    except OSError as error:
-        get_logger().warning("how the run ended is not stored", why=str(error))
+    except Exception as error:
+        get_logger().warning("how the run ended is not stored", why=repr(error))
 
 
 def _report(final: Snapshot | None, run_dir: Path, end: RunEnd) -> int:
