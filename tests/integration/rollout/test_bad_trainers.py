@@ -103,7 +103,9 @@ async def test_a_deadline_amid_the_last_of_many_refused_tries_names_the_refusal(
     began = time.monotonic()
 
     async def full_until_late(trainer: ScriptedTrainer, call: dict[str, Any]) -> web.Response:
-        return await (asleep if time.monotonic() - began > 0.92 else fixed(429))(trainer, call)
+        if time.monotonic() - began > 0.92:
+            return await asleep(trainer, call)
+        return web.Response(status=429)
 
     async with ScriptedTrainer(tools_tokenizer, [full_until_late]).serving() as trainer, serve(deadline_s=1) as served:
         began = time.monotonic()
