@@ -63,6 +63,8 @@ def rehearse(read: Found, command: str, origin: str, *, apart: bool = False) -> 
     place, source = _place(config)
     if source and all(each.ok for each in found if each.name == "data"):
         found.append(examine("run", lambda: preflight.source(config, source)))
+    if config.policy.reference is not None and not config.trainer.external:
+        found.append(examine("policy", lambda: preflight.reference(config)))
     return DryRun(
         command=command,
         run=config.run,

@@ -35,13 +35,14 @@ from sluice.pipeline.run.provenance import main_versions
 from sluice.pipeline.run.supervisor import end_session
 from sluice.pipeline.terminal import print_json, say
 from sluice.pipeline.user_modules import installed
-from sluice.pipeline.weights.versions import tensor_table
+from sluice.pipeline.weights.versions import numbered_directories, tensor_table
 from sluice.pipeline.wire.messages import ImageRef
 
 T = TypeVar("T", bound=str)
 _LITTLE, _LEAST = 1 << 30, 1 << 26
 _CHILD_S = 60.0  # in addition to preflight.max_s: a cold import of torch takes this long
 _TAIL_CHARS = 800
+_SHOWN = 8  # versions in a message: the newest
 _FIRST_ROWS = 64  # the task is tried on some of them
 _OWN = ("parse", "match", "target", "reward")  # keys of rollout_matching that name the user's functions
 _FILL_IT = (
@@ -313,6 +314,24 @@ def task(config: Config) -> str:
 def source(config: Config, held: dict[bytes, bytes]) -> str:
     """Whether a run already begun can continue with this configuration; `held` is the broker's record of its source."""
     return cast("Callable[[Config, dict[bytes, bytes]], str]", installed(GROUP, "source"))(config, held)
+
+
+def reference(config: Config) -> str:
+    """The version that `policy.kl_reference` names is there, or is the one that a fresh run begins with."""
+    number, root = config.policy.kl_reference, Path(config.run_dir) / config.run / "weights"
+    there = [version for version, _ in numbered_directories(root)]
+    if number in there or (number == 0 and not there):
+        return f"v{number}, the reference of the loss"
+    if not there:
+        raise ConfigError(
+            f"policy.kl_reference {number}: the run has no versions yet; set it to 0 for the weights that the run "
+            "starts from, and start from those that should be the reference (--model)"
+        )
+    newest = ", ".join(f"v{version}" for version in there[-_SHOWN:])
+    raise ConfigError(
+        f"policy.kl_reference {number}: {root} has no version {number}; name one that is there ({newest}), or "
+        "start a run of another name (--set run=NAME) from the weights that should be the reference"
+    )
 
 
 def rows_in_order(config: Config) -> None:

@@ -120,6 +120,36 @@ def test_files_of_an_earlier_run_are_named_where_no_broker_runs(home: Path, keys
     assert "step-000007, v000007" in place.says
 
 
+@pytest.mark.parametrize(
+    ("number", "kept", "said"),
+    [
+        (0, [], ""),
+        (7, [], "policy.kl_reference 7: the run has no versions yet; set it to 0"),
+        (7, [5, 7, 8], ""),
+        (7, [8, 9], "has no version 7; name one that is there (v8, v9), or start a run of another name"),
+        (0, [8, 9], "has no version 0"),
+    ],
+)
+@pytest.mark.parametrize(
+    "loss", [["policy.kl_coef=0.1"], ["policy.loss=dpo", "producer.group_size=2"]], ids=["kl", "dpo"]
+)
+def test_a_reference_that_is_not_there_is_found_before_the_start(
+    home: Path, keys: Keys, loss: list[str], number: int, kept: list[int], said: str
+) -> None:
+    for version in kept:
+        (home / "runs" / keys.run / "weights" / f"v{version:06d}").mkdir(parents=True)
+    (home / "good.jsonl").write_text(GOOD.replace("[]}", '"hi"}'))
+    more = [f"policy.kl_reference={number}", "policy.enabled=true", "policy.advantage=reward", *loss]
+    more.append("rollout_matching.task=exact_answer")
+    found = dry(home, keys, *more)
+    bad = [check.says for check in found.checks if not check.ok]
+    assert (found.exit_code, len(bad)) == ((2, 1) if said else (0, 0)), bad
+    assert said in "".join(bad)
+    assert [check.name for check in found.checks if check.name == "policy"] == ["policy"]
+    assert not [check for check in dry(home, keys, *more, "trainer.external=true").checks if not check.ok]
+    assert "policy" not in {check.name for check in dry(home, keys).checks}
+
+
 def test_the_first_malformed_row_is_shown(home: Path, keys: Keys, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [word for item in settings(home, keys, data="bad.jsonl") for word in ("--set", item)]
     assert call("run", "--dry-run", *arguments) == 3
