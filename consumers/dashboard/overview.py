@@ -41,7 +41,7 @@ _TITLES = {
 }  # fmt: skip
 _STATES = {
     "complete": ("complete", "good"), "idle": ("not started", ""), "stalled": ("stalled", "bad"),
-    "failed": ("failed", "bad"),
+    "failed": ("failed", "bad"), "stopped": ("stopped", "warn"),
     "moving": ("healthy", "good"), "working": ("healthy", "good"), "waiting": ("waiting", "warn"),
 }  # fmt: skip
 _STOPPED = {"interrupted": "Interrupted", "stopped": "Stopped at trainer.max_versions"}
@@ -171,7 +171,7 @@ def _sums(now: Snapshot, monitor: Monitor) -> list[Sum]:
     """The few that one looks for; zeros of what went wrong are left out."""
     eta, (ended, saved) = monitor.rates.eta_s, guard_counts(now)
     step = monitor.curves.newest
-    is_going = eta is not None and monitor.verdict.state not in ("stalled", "failed")
+    is_going = eta is not None and monitor.verdict.state not in ("stalled", "failed", "stopped")
     left = "done" if now.complete else span(eta) if is_going else NOTHING
     version = NOTHING if now.latest_version is None else f"v{now.latest_version}"
     most = now.credit.max_sequences

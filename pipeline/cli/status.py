@@ -34,8 +34,8 @@ def status(
     """Show a run's counts, queue, leases, streams, credit and processes, and what waits for what.
 
     With `--why` it looks twice, one second apart, and says whether the run makes progress, and for each thing that
-    blocks it what waits for what, since when, and what to do. Exit code 0 when the run is healthy or complete, 1 when
-    it is stuck or about to be, 4 when the broker doesn't answer. It only reads, and needs no space in the broker.
+    blocks it what waits for what, since when, and what to do. Exit code 0 when the run is healthy, stopped or complete,
+    1 when it is stuck or about to be, 4 when the broker doesn't answer. It only reads, and uses no space in the broker.
     After the end of a run with an embedded broker it shows what that stored last, and so do `top` and `dlq list`.
 
     `--json` prints all of it as one object, with `stalls`, up to 20 leases (the oldest first), and with `--why` also

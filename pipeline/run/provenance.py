@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from sluice import __version__
-from sluice.pipeline.broker.connection import broker_url
 from sluice.pipeline.config import Config, resolved_yaml
 from sluice.pipeline.config.load import RESOLVED
 from sluice.pipeline.config.run_origin import store_origin
@@ -30,6 +29,8 @@ def store(config: Config, run_dir: Path) -> Path:
 
 def _is_embedded(config: Config) -> bool:
     """Whether the broker is the embedded one, which a process that it was handed to knows by its URL."""
+    from sluice.pipeline.broker.connection import broker_url  # `sluice --version` reads this file, and needs no redis
+
     if config.broker.url is None:
         return True
     with contextlib.suppress(BrokerError):

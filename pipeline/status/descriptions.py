@@ -406,6 +406,12 @@ def verdict_text(now: Snapshot, verdict: Verdict) -> str:
         case "failed":
             since = "" if now.end is None else f"it ended {length(now.at - now.end.at)} ago; "
             return f"{since}{counted(now.credit.sequences, 'sequence')} in flight"
+        case "stopped":
+            left = counted(now.credit.sequences, "sequence")
+            ago = "" if now.end is None else f" {length(now.at - now.end.at)} ago"
+            if now.end is not None and now.end.state == "stopped":
+                return f"it stopped at trainer.max_versions{ago}, {left} in flight: to continue, raise it and run again"
+            return f"it was interrupted{ago}, {left} in flight: run the same command again to continue"
         case "stalled":
             causes = counted(sum(stall.blocks for stall in now.stalls) or len(now.stalls), "cause")
             how = "it still makes progress, but will stop" if verdict.moved else "it is stuck"
@@ -428,6 +434,9 @@ def headline(now: Snapshot, verdict: Verdict, busiest: Sequence[RoleName], learn
             return "Nothing has started yet"
         case "failed":
             return f"Failed: {now.end.cause}" if now.end else "Failed"
+        case "stopped":
+            how = condition(now)
+            return f"{how[0].upper()}{how[1:]}: {learned or counted(now.trained, 'sequence') + ' trained'}"
         case "stalled":
             failed = blocking[0].kind in ("process_failed", "guard_refused")
             more = f" (and {counted(len(blocking) - 1, 'more cause')})" if len(blocking) > 1 else ""

@@ -2,6 +2,7 @@
 
 - It is stuck if a stall blocks it that doesn't end by itself, or if nothing moved, there is a stall and no process is
   working.
+- A run that was asked to stop, or that reached trainer.max_versions, isn't stuck.
 - A working process (a step, a long sequence) counts as movement to come.
 """
 
@@ -27,7 +28,7 @@ _DEADLINE_S = 15.0
 _COUNTS = ("tokens", "enqueued", "committed", "accepted", "trained", "dead", "dropped")
 
 
-VerdictState = Literal["complete", "idle", "moving", "working", "waiting", "stalled", "failed"]
+VerdictState = Literal["complete", "idle", "moving", "working", "waiting", "stopped", "stalled", "failed"]
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +62,8 @@ def _state(now: Snapshot, moved: dict[str, int], busy: str | None) -> VerdictSta
         return "idle"
     if now.end is not None and now.end.state == "failed":
         return "failed"
+    if now.is_stopped:
+        return "stopped"
     if any(stall.blocks for stall in now.stalls) or (now.stalls and not moved and not busy):
         return "stalled"
     return "moving" if moved else "working" if busy else "waiting"

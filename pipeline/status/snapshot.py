@@ -200,6 +200,11 @@ class Snapshot(msgspec.Struct, kw_only=True):
     stalls: list[Stall] = []
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether its supervisor was interrupted, or ended at trainer.max_versions."""
+        return self.end is not None and self.end.state in ("interrupted", "stopped")
+
+    @property
     def ended(self) -> int:
         """Sequences in a terminal state."""
         return self.trained + self.dead + self.dropped

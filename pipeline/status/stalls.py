@@ -2,7 +2,7 @@
 
     run that failed ─▶ broker ─▶ roles that failed ─▶ missing roles ─▶ old weights ─▶ lag ─▶ credit ─▶ runs alone
 
-- Causes come before their effects. A run that is complete or never began has no stalls.
+- Causes come before their effects. A run that is complete, was stopped or never began has no stalls.
 - `blocks` is false for a wait that ends by itself.
 """
 
@@ -28,6 +28,8 @@ def stalls(now: Snapshot) -> list[Stall]:
         return []
     if now.end is not None and now.end.state == "failed":
         return [Stall(kind="run_failed", process=now.end.process or None, since=now.end.at), *_unreadable(now)]
+    if now.is_stopped:
+        return _unreadable(now)
     found = [*_broker_full(now), *_unreadable(now), *_failed(now)]
     if not any(row.is_alive and not row.is_onlooker for row in now.processes):
         return [*found, _no_process(now)]

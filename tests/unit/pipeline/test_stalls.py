@@ -160,11 +160,21 @@ def test_a_run_that_gave_up_says_why_instead_of_that_nobody_is_alive() -> None:
     assert stall_text(now, stalls(now)[0]).remedy.startswith("see logs/worker-0.log in the run's directory; remove")
 
 
-@pytest.mark.parametrize(("how", "word"), [("interrupted", "interrupted"), ("stopped", "stopped at trainer.")])
-def test_a_run_that_was_stopped_says_how(how: Any, word: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "word", "remedy"),
+    [
+        ("interrupted", "interrupted", "run the same command again to continue"),
+        ("stopped", "stopped at trainer.max_versions", "to continue, raise it and run again"),
+    ],
+)
+def test_a_run_that_was_stopped_says_how_and_is_not_stuck(how: Any, word: str, remedy: str) -> None:
     now = state(process("worker", age_s=60), end=RunEnd(at=NOW - 90, state=how))
-    assert condition(now).startswith(word)
-    assert only(now).kind == "no_process"
+    assert condition(now) == word
+    now.stalls = stalls(now)
+    told = verdict(now, now)
+    assert (now.stalls, told.state, told.is_healthy) == ([], "stopped", True)
+    assert verdict_text(now, told).endswith(f"{word} 90 s ago, 4 sequences in flight: {remedy}")
+    assert headline(now, told, []) == f"{word.capitalize()}: 4 sequences trained"
     assert condition(state(trained=8, exhausted=True, end=RunEnd(at=NOW, state="failed"))) == "complete"
 
 
