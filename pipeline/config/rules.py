@@ -252,8 +252,8 @@ def policy_warnings(config: Config) -> list[str]:
     """What is allowed of a policy loss, and should be known."""
     policy, sampling = config.policy, config.sampling
     if not policy.enabled:
-        return _without_effect(policy)
-    found: list[str] = []
+        return [*_without_effect(policy), *own_loop_warnings(config)]
+    found = own_loop_warnings(config)
     exact = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
     changed = [
         f"sampling.{key} {getattr(sampling, key)}" for key, value in exact.items() if getattr(sampling, key) != value
@@ -302,6 +302,26 @@ def policy_warnings(config: Config) -> list[str]:
             "grow less than they may fall; set both (policy.loss may set one of them by its name)"
         )
     return found
+
+
+def own_loop_warnings(config: Config) -> list[str]:
+    """What only the built-in trainer reads, if the loop is the user's own."""
+    policy, usual = config.policy, PolicyConfig()
+    if not config.trainer.external:
+        return []
+    names = [name for name in ("kl_coef", "entropy_coef", "mismatch") if getattr(policy, name) != getattr(usual, name)]
+    # A loss by its name may set the advantage, and pairs change the filter: both are the consumers'.
+    if ":" in policy.loss or (policy.by_pairs and policy.zero_variance == "keep"):
+        names = ["loss", *names]
+    found = [f"policy.{name} {getattr(policy, name)}" for name in names if policy.enabled]
+    if config.trainer.minibatches > 1:
+        found.append(f"trainer.minibatches {config.trainer.minibatches}")
+    if not found:
+        return []
+    return [
+        f"{', '.join(found)}: without effect, since trainer.external is true and your own loop has the loss and the "
+        "optimiser; leave them out, or do the same in your loop"
+    ]
 
 
 def _without_effect(policy: PolicyConfig) -> list[str]:

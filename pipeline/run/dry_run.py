@@ -14,6 +14,7 @@ import msgspec
 
 from sluice.pipeline.config import Config
 from sluice.pipeline.config.load import RESOLVED, Found
+from sluice.pipeline.config.rules import own_loop_warnings
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.run import preflight
 from sluice.pipeline.run.preflight import Check, examine, line
@@ -63,6 +64,7 @@ def rehearse(read: Found, command: str, origin: str, *, apart: bool = False) -> 
     place, source = _place(config)
     if source and all(each.ok for each in found if each.name == "data"):
         found.append(examine("run", lambda: preflight.source(config, source)))
+    found += [Check(name="trainer", ok=True, says=one, is_note=True) for one in own_loop_warnings(config)]
     if config.policy.reference is not None and not config.trainer.external:
         found.append(examine("policy", lambda: preflight.reference(config)))
     return DryRun(

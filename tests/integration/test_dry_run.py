@@ -146,7 +146,9 @@ def test_a_reference_that_is_not_there_is_found_before_the_start(
     assert (found.exit_code, len(bad)) == ((2, 1) if said else (0, 0)), bad
     assert said in "".join(bad)
     assert [check.name for check in found.checks if check.name == "policy"] == ["policy"]
-    assert not [check for check in dry(home, keys, *more, "trainer.external=true").checks if not check.ok]
+    own = dry(home, keys, *more, "trainer.external=true").checks
+    assert not [check for check in own if not check.ok]
+    assert "without effect, since trainer.external is true" in next(one.says for one in own if one.name == "trainer")
     assert "policy" not in {check.name for check in dry(home, keys).checks}
 
 
