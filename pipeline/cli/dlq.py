@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 from rich.table import Table
 from rich.text import Text
 
-from sluice.pipeline.cli.options import ConfigPath, Json, Overrides, RunDir, reading, run_config
+from sluice.pipeline.cli.options import ConfigPath, Json, Overrides, RunDir, end_told, reading, run_config
 from sluice.pipeline.terminal import Console, escaped, print_json, say
 
 if TYPE_CHECKING:
@@ -103,10 +103,13 @@ def replay(
     Example: `sluice dlq replay .sluice/runs/text --reason worker_deaths`
     """
     from sluice.pipeline.queue import dead_letters
+    from sluice.pipeline.status.run_end import run_directory
 
     run, seq_ids = _run_and_ids(words, config)
     selection = _selection(seq_ids, job, reason, everything)
-    return _report(dead_letters.replay(run_config(run, config, overrides), selection), "replayed", as_json=as_json)
+    settings = run_config(run, config, overrides)
+    with end_told(run_directory(settings)):
+        return _report(dead_letters.replay(settings, selection), "replayed", as_json=as_json)
 
 
 @app.command
@@ -128,6 +131,7 @@ def drop(
     """
     from sluice.pipeline.errors import SluiceError
     from sluice.pipeline.queue import dead_letters
+    from sluice.pipeline.status.run_end import run_directory
 
     run, seq_ids = _run_and_ids(words, config)
     selection, settings = _selection(seq_ids, job, reason, everything), run_config(run, config, overrides)
@@ -135,10 +139,11 @@ def drop(
         raise SluiceError(
             "dropped dead letters are gone for good, and there is no terminal to ask for confirmation; pass --yes"
         )
-    if not yes and not _agrees(dead_letters.matching(settings, selection)):
-        say("nothing was dropped", file=sys.stderr)
-        return 1
-    return _report(dead_letters.drop(settings, selection), "dropped", as_json=as_json)
+    with end_told(run_directory(settings)):
+        if not yes and not _agrees(dead_letters.matching(settings, selection)):
+            say("nothing was dropped", file=sys.stderr)
+            return 1
+        return _report(dead_letters.drop(settings, selection), "dropped", as_json=as_json)
 
 
 def _run_and_ids(words: tuple[str, ...], config: Path | None) -> tuple[Path | None, tuple[str, ...]]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.errors import BrokerError, ConfigError
+from sluice.pipeline.terminal import complain
 
 if TYPE_CHECKING:
     from sluice.pipeline.config import Config
@@ -76,16 +77,31 @@ def _of_directory(stored: Config, directory: Path) -> Config:
         raise ConfigError(
             f"{directory} was renamed from {stored.run}, the run's name in its broker; name it {stored.run} again"
         )
-    return placed(stored, directory)
+    with end_told(directory):
+        return placed(stored, directory)
+
+
+@contextlib.contextmanager
+def end_told(directory: Path) -> Generator[None]:
+    """If the broker can't be asked, say what the run's directory has stored of its end before the error is shown."""
+    try:
+        yield
+    except BrokerError:
+        from sluice.pipeline.status.descriptions import stored_end
+        from sluice.pipeline.status.run_end import read_end, read_summary
+
+        if end := read_end(directory):
+            complain(stored_end(directory.resolve().name, end, read_summary(directory, end), time.time()))
+        raise
 
 
 @contextlib.contextmanager
 def reading(config: Config) -> Generator[Config]:
     """For a command that only reads: the run's broker, or what an embedded one that has ended stored last."""
     from sluice.pipeline.broker.embedded import is_stored, stored_at, stored_broker
-    from sluice.pipeline.terminal import complain
+    from sluice.pipeline.status.run_end import run_directory
 
-    with stored_broker(config) as found:
+    with end_told(run_directory(config)), stored_broker(config) as found:
         if is_stored(config, found):
             clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored_at(config)))
             complain(f"the run's broker has ended; this is what it stored last, at {clock}")

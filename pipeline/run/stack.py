@@ -43,7 +43,7 @@ from sluice.pipeline.run.progress_panel import Progress
 from sluice.pipeline.run.supervisor import Child, Supervisor, sluice_command
 from sluice.pipeline.status.heartbeat import Heartbeat, read_row
 from sluice.pipeline.status.report import as_json
-from sluice.pipeline.status.run_end import RunEnd, forget_end, read_end, run_directory, write_end
+from sluice.pipeline.status.run_end import SUMMARY, RunEnd, forget_end, read_end, run_directory, write_end
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.terminal import say
 from sluice.pipeline.wire.keys import Keys
@@ -361,7 +361,7 @@ def _store_end(run_dir: Path, end: RunEnd, final: Snapshot | None) -> None:
         write_end(run_dir, end)
         if final is not None:
             final.end = end
-            write_atomic(run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(as_json(final))))
+            write_atomic(run_dir / SUMMARY, msgspec.json.format(msgspec.json.encode(as_json(final))))
     except Exception as error:
         get_logger().warning("how the run ended is not stored", why=repr(error))
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from sluice.pipeline.broker.retry import FULL_REMEDY
 from sluice.pipeline.roles import ROLES, RoleName, known
 from sluice.pipeline.status.diagnosis import Verdict
+from sluice.pipeline.status.run_end import RunEnd, RunSummary
 from sluice.pipeline.status.snapshot import CreditUse, Process, Snapshot, Stall, StallKind
 from sluice.pipeline.status.stages import Stage
 from sluice.pipeline.status.stalls import dead_rows, late_results, refuses_newest, work_for
@@ -75,6 +76,17 @@ def condition(now: Snapshot) -> str:
     if now.state == "finished":
         return "over, but not complete"
     return "not running" if now.enqueued else "nothing enqueued yet"
+
+
+def stored_end(run: str, end: RunEnd, last: RunSummary | None, at: float) -> str:
+    """How a run ended, by its files alone; `at` is the Unix time now."""
+    cause = f": {end.cause}" if end.cause else ""
+    text = f"run {run}: {_ENDS.get(end.state, end.state)} {length(at - end.at)} ago{cause}"
+    if last is None:
+        return text
+    version = "no weights" if last.latest_version is None else f"weights v{last.latest_version}"
+    counts = f"enqueued {last.enqueued:,}, trained {last.trained:,}, dead {last.dead:,}, dropped {last.dropped:,}"
+    return f"{text}; {counts}, {version}"
 
 
 def guard(now: Snapshot) -> str:

@@ -14,8 +14,8 @@ import msgspec
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.files import write_atomic
 
-END = "end.json"
-"""The file's name."""
+END, SUMMARY = "end.json", "summary.json"
+"""The files' names."""
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +28,17 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
     cause: str = ""  # of a failure: what the command said
     kind: str = ""  # its class
     process: str = ""  # the process that it was, if it was one; its log is logs/<process>.log
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a view without a broker shows of summary.json, the last snapshot: counts are sequences."""
+
+    enqueued: int
+    trained: int
+    dead: int
+    dropped: int
+    latest_version: int | None = None
+    end: RunEnd | None = None  # of the start that it belongs to
 
 
 def run_directory(config: Config) -> Path:
@@ -46,6 +57,15 @@ def read_end(directory: Path) -> RunEnd | None:
         return msgspec.json.decode((directory / END).read_bytes(), type=RunEnd)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def read_summary(directory: Path, end: RunEnd) -> RunSummary | None:
+    """The last snapshot of the start that ended so; None if there is none, or none that this release can read."""
+    try:
+        found = msgspec.json.decode((directory / SUMMARY).read_bytes(), type=RunSummary)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return found if found.end == end else None
 
 
 def forget_end(directory: Path) -> None:

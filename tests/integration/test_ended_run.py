@@ -7,11 +7,13 @@ import json
 import os
 import shutil
 import sys
+import time
 import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from sluice.pipeline.broker import connection as connections
@@ -20,6 +22,9 @@ from sluice.pipeline.config import Config, load_config
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.http.server import bind, bind_near
 from sluice.pipeline.run import provenance
+from sluice.pipeline.status.report import as_json
+from sluice.pipeline.status.run_end import RunEnd, write_end
+from sluice.pipeline.status.snapshot import Snapshot
 from sluice.pipeline.wire.keys import Keys
 from tests.command import call
 from tests.integration.test_dlq_command import bury_one
@@ -174,6 +179,34 @@ def test_a_run_whose_broker_has_a_password_asks_for_its_address(
     monkeypatch.setenv("REDIS_URL", "redis://:pa55@127.0.0.1:1/0")
     assert call("status", str(run)) == 4
     assert "redis://:***@127.0.0.1:1/0: the broker does not answer" in capsys.readouterr().err
+
+
+def test_without_the_broker_the_stored_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / RUN
+    for url, more in (("redis://127.0.0.1:1/0", "does not answer"), ("redis://:pa55@127.0.0.1:1/0", "set REDIS_URL")):
+        monkeypatch.delenv("REDIS_URL", raising=False)
+        provenance.store(load_config(None, [f"run={RUN}", f"run_dir={tmp_path}", f"broker.url={url}"], {}), run)
+        end = RunEnd(
+            at=time.time() - 300, state="failed", exit_code=1, cause="consumer-0 ended once", kind="SluiceError"
+        )
+        write_end(run, end)
+        last = Snapshot(run=RUN, state="new", enqueued=9, trained=8, latest_version=3, end=end)
+        (run / "summary.json").write_bytes(msgspec.json.encode(as_json(last)))
+        for command in (["status", str(run)], ["status", str(run), "--why"], ["top", str(run), "--once"],
+                        ["dlq", "list", str(run)], ["dlq", "replay", str(run), "--all"],
+                        ["dlq", "drop", str(run), "--all", "--yes"]):  # fmt: skip
+            assert call(*command) == 4, command
+            first, *others = capsys.readouterr().err.splitlines()
+            assert first == (
+                f"run {RUN}: failed 5 min ago: consumer-0 ended once; "
+                "enqueued 9, trained 8, dead 0, dropped 0, weights v3"
+            )
+            assert more in "".join(others)
+        write_end(run, RunEnd(at=time.time(), state="interrupted", exit_code=130))
+        assert call("status", str(run)) == 4
+        assert f"run {RUN}: interrupted 0.0 s ago\n" in capsys.readouterr().err, "the summary is an older one"
 
 
 def test_a_run_that_was_renamed_shows_no_counts_of_its_new_name(
