@@ -63,12 +63,12 @@ class Sampler:
             if isinstance(outcome, DeadLetter):
                 letters.append(outcome)
             else:
-                samples[result.index, result.part] = outcome
+                samples[result.index, result.part] = replace(outcome, index=result.index, parts=result.parts)
         if len(samples) < len(group.members) and self._config.on_incomplete_group == "drop":
             reason = f"another member of group {group.group_id} is missing"
             letters += [letter(sample.seq_id, "incomplete_group", reason) for sample in samples.values()]
             samples = {}
-        weighed, policy = self._weighed(samples, group.parts), self._context.policy
+        weighed, policy = self._weighed(samples), self._context.policy
         # A group of one has nothing to compare with: a check of single rows would lose each of them.
         filters = policy.enabled and policy.zero_variance == "filter" and group.size > 1
         if filters and not _group_trains(weighed, policy):
@@ -80,9 +80,8 @@ class Sampler:
             return [], letters + [letter(sample.seq_id, "zero_variance", detail) for sample in weighed]
         return weighed, letters
 
-    def _weighed(self, samples: dict[Place, TrainingSample], parts: Mapping[int, int]) -> list[TrainingSample]:
+    def _weighed(self, samples: dict[Place, TrainingSample]) -> list[TrainingSample]:
         policy = self._context.policy
-        samples = {place: replace(sample, index=place[0], parts=parts[place[0]]) for place, sample in samples.items()}
         firsts: dict[int, float | None] = {}
         for (index, _), sample in samples.items():
             firsts.setdefault(index, sample.reward)

@@ -35,9 +35,7 @@ def group(*members: SequenceResult | DeadLetter, size: int | None = None) -> Gro
     """Whole; a dead member whose state is `dropped` ended in the consumer."""
     places = {(at, 0) if isinstance(one, DeadLetter) else (one.index, one.part): one for at, one in enumerate(members)}
     own = [one for one in members if isinstance(one, DeadLetter) and one.state == "dropped"]
-    parts = {place[0]: one.parts if isinstance(one, SequenceResult) else 1 for place, one in places.items()}
-    ids = [str(at) for at in range(len(members))]
-    return Group("g", size or len(members), places, ids, parts, unrecorded=own)
+    return Group("g", size or len(members), places, [str(at) for at in range(len(members))], unrecorded=own)
 
 
 def result(index: int = 0, size: int = 1, **changes: object) -> SequenceResult:
