@@ -44,6 +44,7 @@ ENVIRONMENT = {
 _ROLLOUT_URLS = ("url", "gateway_url", "tool_server_url")
 _NO_USER = ":***@"
 _SECRET = re.compile(r"(?i)pass|pwd|secret|token|credential|auth|signature|key$|^sig$")  # ssl_keyfile is a path
+_SECTIONS = list(Config.__struct_fields__)
 _PARSED = ("rollout_server.", "metrics.port")  # the values of these keys are YAML, the others text
 
 
@@ -91,17 +92,22 @@ def read_config(
             _override(tree, item)
     with _collected(problems, unsure, "rollout_matching"):
         _adopt_custom_subtree(tree, origin)
-    with _collected(problems, unsure):
+    judged = set[str]()
+    with _collected(problems, judged, "policy", "rollout_matching"):
         _adopt_reward(tree, origin)
     _adopt_loss(tree)
     for problem, dotted, mapping, key in list(suggest.unknown_keys(Config, tree)):
         problems.append(f"{origin}: {problem}")
-        unsure.add(_section(dotted))
+        unsure |= _sections(dotted)
         mapping.pop(key, None)  # an alias stands in several places
     config = _converted(tree, origin, problems, unsure)
-    if not problems:  # else a rule between keys would judge the defaults of those that are wrong
-        problems += [f"{origin}: {complaint}" for complaint in rules.complaints(config)]
-        unsure |= rules.at_fault(config) if problems else set()
+    if problems:  # a rule between keys would judge the defaults of those that are wrong
+        broken = rules.sure_complaints(config, unsure | judged)
+        unsure.update(*broken.values())
+    else:
+        broken = rules.complaints(config)
+        unsure |= rules.at_fault(config) if broken else set()
+    problems += [f"{origin}: {complaint}" for complaint in broken]
     return Found(config, problems, frozenset(unsure))
 
 
@@ -111,11 +117,13 @@ def _collected(problems: list[str], unsure: set[str], *dotted: str) -> Generator
         yield
     except ConfigError as error:
         problems.append(str(error))
-        unsure.update(map(_section, dotted))
+        unsure.update(*map(_sections, dotted))
 
 
-def _section(dotted: str) -> str:
-    return dotted.partition(".")[0]
+def _sections(dotted: str) -> set[str]:
+    """The section of a key, and the one that was probably meant if there is none of that name."""
+    section = dotted.partition(".")[0]
+    return {section} if section in _SECTIONS else {section, suggest.nearest(section, _SECTIONS) or section}
 
 
 def _put_variable(tree: dict[str, Any], name: str, dotted: str, text: str) -> None:
@@ -175,9 +183,9 @@ def _converted(tree: dict[str, Any], origin: str, problems: list[str], unsure: s
         except msgspec.ValidationError as error:  # it names the first
             problems.append(f"{origin}: {_readable(str(error))}")
             if (dotted := _without(tree, str(error))) is not None:
-                unsure.add(_section(dotted))
+                unsure |= _sections(dotted)
             else:
-                unsure.update(msgspec.structs.asdict(Config()))
+                unsure.update(_SECTIONS)
                 return Config()
 
 

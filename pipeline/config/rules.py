@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from ipaddress import IPv6Address
 from math import inf
 
@@ -24,6 +25,14 @@ def complaints(config: Config) -> list[str]:
     if found := _alone(config):
         return found
     return [complaint for rules in (_flow, _policy_and_others) for holds, complaint in rules(config) if not holds]
+
+
+def sure_complaints(config: Config, unsure: Collection[str]) -> dict[str, set[str]]:
+    """The keys' own rules that don't hold whatever is wrong with the unsure sections; each with those at fault."""
+    usual = Config()
+    without = {name: _alone(replace(config, **{name: getattr(usual, name)})) for name in config.__struct_fields__}
+    at_fault = {one: {name for name, others in without.items() if one not in others} for one in _alone(config)}
+    return {one: names for one, names in at_fault.items() if names and names.isdisjoint(unsure)}
 
 
 def at_fault(config: Config) -> set[str]:

@@ -206,8 +206,8 @@ def test_a_check_is_left_out_where_its_own_section_is_wrong(
     arguments = [word for item in settings(home, keys, *more) for word in ("--set", item)]
     assert call("up", "--dry-run", "--json", *arguments) == 2
     shown = json.loads(capsys.readouterr().out)
-    assert {check["name"] for check in shown["checks"]} == {"config", "engine", "broker", "data", "task"}
-    assert [check["name"] for check in shown["checks"] if not check["ok"]] == ["config", "config"]
+    assert {check["name"] for check in shown["checks"]} == {"config", "engine", "broker"}
+    assert [check["name"] for check in shown["checks"] if not check["ok"]] == ["config", "config", "config"]
     assert not shown["processes"]
     arguments = [word for item in settings(home, keys, "data.limit=-1") for word in ("--set", item)]
     assert call("up", "--dry-run", *arguments) == 2

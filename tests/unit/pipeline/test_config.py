@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from sluice.pipeline.config import load_config, resolved_yaml
-from sluice.pipeline.config.load import hide_password
+from sluice.pipeline.config.load import hide_password, read_config
 from sluice.pipeline.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
@@ -258,3 +258,22 @@ def test_the_directory_of_a_run_is_its_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.resolved.yaml").unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path, [], {})
+
+
+def test_a_misspelt_section_leaves_the_one_that_was_meant_unsure(tmp_path: Path) -> None:
+    for path, overrides in ((None, ["modl.path=x"]), (write(tmp_path, "modl: {path: x}"), [])):
+        found = read_config(path, overrides, {})
+        [problem] = found.problems
+        assert "unknown key modl; did you mean 'model'?" in problem
+        assert "model" in found.unsure
+
+
+def test_a_value_of_the_wrong_type_hides_no_rule_of_another_section(tmp_path: Path) -> None:
+    found = read_config(None, ["worker.renew_s=abc", "worker.count=-1", "consumer.count=-1"], {})
+    typed, ruled = found.problems
+    assert "worker.renew_s: Expected `float`" in typed
+    assert "consumer.count must be > 0, got -1" in ruled
+    assert {"worker", "consumer"} <= found.unsure
+    assert len(read_config(write(tmp_path, "producer: 3"), ["data.epochs=0"], {}).problems) == 2
+    between = read_config(None, ["worker.renew_s=abc", "producer.max_in_flight=1"], {})
+    assert len(between.problems) == 1, "rules between keys would judge a default"
