@@ -76,8 +76,10 @@ def other_type(attribute: str, more: str = "") -> Act:
 
     async def act(client: Any, keys: Keys) -> None:
         key = getattr(keys, attribute) + more
-        await client.delete(key)
-        await (client.set(key, "odd") if attribute == "wake" else client.rpush(key, "odd"))
+        both = client.pipeline(transaction=True)  # a process that is alive writes it again at any moment
+        both.delete(key)
+        both.set(key, "odd") if attribute == "wake" else both.rpush(key, "odd")
+        await both.execute()
 
     return act
 

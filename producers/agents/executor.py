@@ -108,6 +108,8 @@ class Execution:
             return task.result()
         if self._ended.done():
             raise RolloutError("internal_error", self._ended.result()[0])
+        if self.trainer.held_up is not None:
+            raise self.trainer.held_up
         raise RolloutError(
             "timeout", f"did not end within {seconds:g} s (rollout_server.deadline_s), waiting for {self._waits_for}"
         )

@@ -51,7 +51,12 @@ class Retries:
 
 
 class Trainer(Protocol):
-    """What a rollout needs from its trainer; `until` is on the time.monotonic() clock."""
+    """What a rollout needs from its trainer; `until` is on the time.monotonic() clock.
+
+    `held_up`: the refusal that the time of a call went on, if its deadline comes amid the last, short try.
+    """
+
+    held_up: RolloutError | None
 
     async def complete(self, call: CompletionsRequest, *, until: float) -> CompletionsResponse:
         """The model's next turn. Raises RolloutError."""
@@ -81,6 +86,7 @@ class TrainerClient:
         self._session, self._max_bytes, self._retries, self._on_retry = session, max_bytes, retries, on_retry
         self._base, self._rollout_id = request.server_url, request.rollout_id
         self._key = None if request.callback_api_key is None else request.callback_api_key.get_secret_value()
+        self.held_up: RolloutError | None = None
 
     async def complete(self, call: CompletionsRequest, *, until: float) -> CompletionsResponse:
         """The model's next turn. Raises RolloutError."""
@@ -116,12 +122,15 @@ class TrainerClient:
         patience_s = self._retries.patience_s if patience_s is None else patience_s
         refused: RolloutError | None = None
         while True:
-            hurried = until - time.monotonic() < self._retries.most_s
+            is_last = until - time.monotonic() < 2 * self._retries.most_s
+            self.held_up = refused if is_last else None
             try:
-                return await self._try(path, body, until)
+                answer = await self._try(path, body, until)
+                self.held_up = None
+                return answer
             except RolloutError as error:
-                if error.category == "timeout" and hurried and refused is not None:
-                    raise refused from error  # that is what its time went on
+                if error.category == "timeout" and self.held_up is not None:
+                    raise self.held_up from error
                 raise
             except _Again as again:
                 refused = again.error

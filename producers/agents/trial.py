@@ -212,6 +212,7 @@ class LocalTrainer:
         self._engine, self._renderer, self._parser = engine, renderer, parser
         self._images, self._seed, self._on_turn = images, seed, on_turn
         self.turns: list[Turn] = []
+        self.held_up: RolloutError | None = None  # nothing here is refused
 
     async def complete(self, call: CompletionsRequest, *, until: float) -> CompletionsResponse:
         """The model's next turn. Raises RolloutError."""
