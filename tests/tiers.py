@@ -78,8 +78,9 @@ def tier_of(nodeid: str) -> str:
 def mark(items: list[pytest.Item]) -> None:
     """Mark every test with its tier and with the process that it goes to."""
     for item in items:
-        shared = _ONE_ENGINE & set(getattr(item, "fixturenames", ())) and "contract/" in item.nodeid
-        starts_its_own = item.get_closest_marker("vllm") is not None and not shared
+        is_contract = "contract/" in item.nodeid
+        shared = is_contract and _ONE_ENGINE & set(getattr(item, "fixturenames", ()))
+        starts_its_own = is_contract and item.get_closest_marker("vllm") is not None and not shared
         if tier := tier_of(item.nodeid) or ("late" if starts_its_own else ""):
             item.add_marker(tier)
         item.add_marker(pytest.mark.xdist_group("engines" if shared else item.nodeid.partition("::")[0]))

@@ -43,7 +43,7 @@ def test_everything_wrong_is_said_before_anything_starts(make_stack: MakeStack) 
     for command, code, words in (
         (whole, 5, ["3 problems; nothing was started", "nosuch: no such dir", f"{stack.data}:5000: mal", "no 'prase'"]),
         (failing, 3, ["each of the first 4 rows would be dropped", "RuntimeError: boom"]),
-        (typos, 2, ["2 problems", "'count'", "'learning_rate'"]),
+        (typos, 2, ["3 problems", "'count'", "'learning_rate'", f"{stack.data}:5000: mal"]),
     ):
         assert command.wait() == code, command.tail()
         for word in words:
