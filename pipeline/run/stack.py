@@ -253,8 +253,10 @@ def _failed_start_stored(config: Config) -> Generator[None]:
         if read_end(run_dir) is None:
             _store_end(run_dir, _failure(first_cause(error)), None)
             if not is_run(run_dir):  # else the start that fails would change what the run used
-                with contextlib.suppress(Exception):
+                try:
                     provenance.store(config, run_dir)
+                except Exception as problem:  # it must not hide the error that ended the start
+                    get_logger().warning("what the run was started with is not stored", why=repr(problem))
         raise
 
 
