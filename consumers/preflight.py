@@ -68,7 +68,9 @@ def _load_rewards(config: Config) -> None:
 
 def _load_loss(config: Config) -> None:
     if config.policy.enabled and ":" in config.policy.loss:
-        from sluice.consumers.training.surrogate import load_surrogate  # torch: only a child of this start imports it
+        from sluice.consumers.training.policy.surrogate import (
+            load_surrogate,  # torch: only a child of this start imports it
+        )
 
         load_surrogate(config.policy)
 

@@ -260,7 +260,7 @@ def group_advantages(
     """One number per finite reward; equal rewards (such as a group of one) give exactly 0, except as the reward itself.
 
     group_norm: (r - mean) / (std + 1e-6); group_mean: r - mean; rloo: r - mean of the others (Ahmadian et al., 2024);
-    reward, reinforce_pp: r. The trainer normalises the last over its batch (policy_loss.py). `std` divides by n, or by
+    reward, reinforce_pp: r. The trainer normalises the last over its batch (policy/loss.py). `std` divides by n, or by
     n - 1 (sample).
 
     >>> group_advantages([1.0, 0.0], "group_mean")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from sluice.consumers.training.surrogate import Losses, PolicyTokens
+from sluice.consumers.training.policy.surrogate import Losses, PolicyTokens
 from sluice.pipeline.config.types import PolicyConfig
 
 

@@ -1,8 +1,7 @@
 """Training: batches become optimiser steps, checkpoints and weight versions, each sample exactly once.
 
-    batches ──▶ session ──▶ trainer (built in) ──▶ step ──▶ forward, losses, policy_loss ─▶ surrogate; dpo; optimizer
-                  │   ▲         │                    └── minibatches
-                  │   │         └── proximal, reference: logprobs of each sampled token under two other versions
+    batches ──▶ session ──▶ trainer (built in) ──▶ step ──▶ forward, losses, policy (loss and logprobs), optimizer
+                  │   ▲
                   │   └────▶ session_thread ──▶ handoff (`Rollouts`: your own training loop)
                   └──▶ step_log, trackers · checkpoint · weight versions
 

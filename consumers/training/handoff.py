@@ -37,7 +37,7 @@ from sluice.consumers.training.checkpoint import TrainerState, model_of, write_s
 from sluice.consumers.training.forward import Layout, TrainerForward
 from sluice.consumers.training.images import IMAGE_FAILED, SampleImages, pixels_of, token_type_names
 from sluice.consumers.training.model import model_class, probe_of, probe_tokens, stage
-from sluice.consumers.training.proximal import proximal_of
+from sluice.consumers.training.policy.proximal import proximal_of
 from sluice.consumers.training.session import Fence, Session, Weights
 from sluice.consumers.training.session_thread import SessionThread
 from sluice.pipeline.config import Config, load_config

@@ -1,6 +1,6 @@
 """One step over a list of samples: packed micro-batches, one loss over all of them, or over each minibatch.
 
-- loss = Σ w·CE / Σ w + Σ geometry / boxes + the policy loss (policy_loss.py), with sums over the whole optimiser batch,
+- loss = Σ w·CE / Σ w + Σ geometry / boxes + the policy loss (policy/loss.py), with sums over the whole optimiser batch,
   so the split into micro-batches doesn't change it. A sample may contribute to any of the three terms.
 - With `trainer.minibatches` each part of the batch is an optimiser batch. The record has the same means over all of
   them: each part weighs as much as it has tokens, boxes or sequences.
@@ -18,15 +18,15 @@ import torch
 
 from sluice.consumers.pack import PackedRows
 from sluice.consumers.training.distributed import whole
-from sluice.consumers.training.dpo import PairTerm
 from sluice.consumers.training.forward import Proof, TrainerForward, VisionSource
 from sluice.consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
-from sluice.consumers.training.minibatches import minibatches
 from sluice.consumers.training.model import freeze_vision
 from sluice.consumers.training.optimizer import learning_rate, make_optimizer
-from sluice.consumers.training.policy_loss import PolicyTerm, batch_normalised, temperature_rows
+from sluice.consumers.training.policy.dpo import PairTerm
+from sluice.consumers.training.policy.loss import PolicyTerm, batch_normalised, temperature_rows
+from sluice.consumers.training.policy.minibatches import minibatches
+from sluice.consumers.training.policy.surrogate import load_surrogate
 from sluice.consumers.training.row_logits import RowLogits
-from sluice.consumers.training.surrogate import load_surrogate
 from sluice.pipeline.config.types import PolicyConfig, TrainerConfig
 from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.wire.messages import TrainingSample

@@ -11,7 +11,7 @@
 
 - With a policy loss every sampled token gets the proximal logprob that the loss uses, or is marked. Samples without an
   advantage take no part in it and pass unchanged. Scores that don't arrive in time are counted as missing.
-- With `policy.kl_coef` the tokens are scored under the reference as well (reference.py), in the same ask.
+- With `policy.kl_coef` the tokens are scored under the reference as well (policy/reference.py), in the same ask.
 - Every `trainer.publish_every` steps the weights become a version, every `trainer.checkpoint_every` steps a checkpoint.
   If both are due, the checkpoint is durable before the version is registered.
 """
@@ -37,11 +37,11 @@ from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training import checkpoint
 from sluice.consumers.training.checkpoint import TrainerState
 from sluice.consumers.training.distributed import Shard, sharding
-from sluice.consumers.training.dpo import NO_RECORD, pair_members, without_proximal
 from sluice.consumers.training.images import SampleImages, pixels_of
 from sluice.consumers.training.model import load_policy, probe_score, probe_tokens, staging, write_model
-from sluice.consumers.training.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
-from sluice.consumers.training.reference import is_the_trainers, reference_jobs, reference_scores
+from sluice.consumers.training.policy.dpo import NO_RECORD, pair_members, without_proximal
+from sluice.consumers.training.policy.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
+from sluice.consumers.training.policy.reference import is_the_trainers, reference_jobs, reference_scores
 from sluice.consumers.training.session import Fence, Session, Weights
 from sluice.consumers.training.step import TrainStep
 from sluice.consumers.training.trackers import Trackers

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from sluice.consumers.training.forward import Layout, TrainerForward
 from sluice.consumers.training.images import token_type_names
 from sluice.consumers.training.model import load_policy, probe_score, write_model
-from sluice.consumers.training.proximal import fill, plan
+from sluice.consumers.training.policy.proximal import fill, plan
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import Config, ModelConfig, PolicyConfig, TrainerConfig
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor, joined_tensors

@@ -19,8 +19,8 @@ from msgspec.structs import replace
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sluice.consumers.training.dpo import PairTerm
-from sluice.consumers.training.policy_loss import aggregation, policy_loss
+from sluice.consumers.training.policy.dpo import PairTerm
+from sluice.consumers.training.policy.loss import aggregation, policy_loss
 from sluice.pipeline.config.types import CONVENTIONS, PolicyConfig
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.trainers import random_sample

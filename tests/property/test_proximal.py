@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from sluice.consumers.training.proximal import Filled, fill, plan, score_jobs, scores_by_place
+from sluice.consumers.training.policy.proximal import Filled, fill, plan, score_jobs, scores_by_place
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.weights.line import Line
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample

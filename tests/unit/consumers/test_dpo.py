@@ -13,8 +13,8 @@ import torch
 from msgspec.structs import replace
 
 from sluice.consumers.tasks.segments import LeftOut
-from sluice.consumers.training.dpo import pair_members, pairs_of, without_proximal
-from sluice.consumers.training.proximal import Plan, fill, plan
+from sluice.consumers.training.policy.dpo import pair_members, pairs_of, without_proximal
+from sluice.consumers.training.policy.proximal import Plan, fill, plan
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.weights.line import Line

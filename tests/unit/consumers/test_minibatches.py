@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from sluice.consumers.training.minibatches import minibatches
-from sluice.consumers.training.policy_loss import batch_normalised
+from sluice.consumers.training.policy.loss import batch_normalised
+from sluice.consumers.training.policy.minibatches import minibatches
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.wire.messages import TrainingSample

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.consumers.training.policy_loss import PolicySums, policy_loss
+from sluice.consumers.training.policy.loss import PolicySums, policy_loss
 from sluice.pipeline.config.types import PolicyConfig
 from tests.policy_reference import Token, reference
 

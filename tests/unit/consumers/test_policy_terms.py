@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from sluice.consumers.training import row_logits
-from sluice.consumers.training.policy_loss import batch_normalised, policy_loss
-from sluice.consumers.training.proximal import fill, plan
+from sluice.consumers.training.policy.loss import batch_normalised, policy_loss
+from sluice.consumers.training.policy.proximal import fill, plan
 from sluice.consumers.training.row_logits import RowLogits
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import CONVENTIONS, PolicyConfig

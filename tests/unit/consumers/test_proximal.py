@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from sluice.consumers.tasks.segments import LeftOut
-from sluice.consumers.training.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
+from sluice.consumers.training.policy.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.weights.line import Line

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from sluice.consumers.training.policy_loss import policy_loss
-from sluice.consumers.training.proximal import Plan, plan
-from sluice.consumers.training.reference import is_the_trainers, reference_jobs, reference_scores
+from sluice.consumers.training.policy.loss import policy_loss
+from sluice.consumers.training.policy.proximal import Plan, plan
+from sluice.consumers.training.policy.reference import is_the_trainers, reference_jobs, reference_scores
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.queue.scores import refusal

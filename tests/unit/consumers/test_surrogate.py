@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.consumers.training.policy_loss import aggregation, policy_loss
-from sluice.consumers.training.surrogate import SURROGATES, load_surrogate
+from sluice.consumers.training.policy.loss import aggregation, policy_loss
+from sluice.consumers.training.policy.surrogate import SURROGATES, load_surrogate
 from sluice.pipeline.config import load_config
 from sluice.pipeline.config.types import CONVENTIONS, PolicyConfig
 from sluice.pipeline.errors import ConfigError
@@ -237,7 +237,7 @@ def test_a_name_sets_what_is_not_written_out(changes: list[str], wanted: tuple[A
 
 OWN = """
 import torch
-from sluice.consumers.training.surrogate import Losses
+from sluice.consumers.training.policy.surrogate import Losses
 
 def good(tokens, options):
     ratio = (tokens.logp - tokens.proximal).exp()

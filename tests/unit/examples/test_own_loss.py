@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from sluice.consumers.training.policy_loss import policy_loss
+from sluice.consumers.training.policy.loss import policy_loss
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.tiny_models import save_tiny_model

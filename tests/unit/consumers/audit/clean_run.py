@@ -16,7 +16,7 @@ from sluice.consumers.history.recorder import Recorder
 from sluice.consumers.samples import Sampler
 from sluice.consumers.tasks import exact_answer
 from sluice.consumers.tasks.task import Matched, Task, TaskContext
-from sluice.consumers.training.proximal import fill, plan, score_jobs, scores_by_place
+from sluice.consumers.training.policy.proximal import fill, plan, score_jobs, scores_by_place
 from sluice.consumers.training.step_log import KeptRollouts, StepLog
 from sluice.pipeline.config.types import Config, ConsumerConfig, PolicyConfig, RolloutMatchingConfig
 from sluice.pipeline.weights.line import Line

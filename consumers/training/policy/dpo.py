@@ -28,8 +28,8 @@ from torch import Tensor
 
 from sluice.consumers.pack import PackedRows
 from sluice.consumers.tasks.segments import LeftOut
-from sluice.consumers.training.policy_loss import policy_mask, rollout_of, temperature_rows
-from sluice.consumers.training.proximal import Plan, fill
+from sluice.consumers.training.policy.loss import policy_mask, rollout_of, temperature_rows
+from sluice.consumers.training.policy.proximal import Plan, fill
 from sluice.consumers.training.row_logits import RowLogits
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.wire.messages import TrainingSample

@@ -1,13 +1,13 @@
 """Policy losses by name or import path: each turns the tokens of a micro-batch into one loss per token.
 
-    policy.loss ─▶ load_surrogate ─▶ surrogate(tokens, options) ─▶ losses [R, L] ─▶ weights, mean (policy_loss.py)
+    policy.loss ─▶ load_surrogate ─▶ surrogate(tokens, options) ─▶ losses [R, L] ─▶ weights, mean (loss.py)
 
 - r = exp(logp - proximal) per token, or s = exp(mean of log r over its sequence's tokens); A is the advantage.
 - What a name sets besides its formula (clip, aggregation, advantage) is in `CONVENTIONS`
   (sluice.pipeline.config.types); each of these keys can be set apart.
 - Where `mask` is off a loss is neither read nor has it a gradient, so a formula need not look at the mask, unless it
   reduces over tokens.
-- The caller applies the weight against staleness, w = exp(proximal - behaviour), and the mean; see policy_loss.py.
+- The caller applies the weight against staleness, w = exp(proximal - behaviour), and the mean; see loss.py.
 """
 
 from __future__ import annotations

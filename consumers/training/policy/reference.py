@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sluice.consumers.training.proximal import Mask, Plan, score_job
+from sluice.consumers.training.policy.proximal import Mask, Plan, score_job
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult
 
 

@@ -45,10 +45,10 @@ from torch import Tensor
 
 from sluice.consumers.pack import PackedRows
 from sluice.consumers.samples import group_advantages
-from sluice.consumers.training.proximal import proximal_of
-from sluice.consumers.training.reference import kl_estimate
+from sluice.consumers.training.policy.proximal import proximal_of
+from sluice.consumers.training.policy.reference import kl_estimate
+from sluice.consumers.training.policy.surrogate import PolicyTokens, Surrogate, load_surrogate, losses_of
 from sluice.consumers.training.row_logits import RowLogits
-from sluice.consumers.training.surrogate import PolicyTokens, Surrogate, load_surrogate, losses_of
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.wire.messages import TrainingSample
