@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 
@@ -39,7 +39,7 @@ _SCOPES = (
 )
 _MAX_TRIALS = 64
 SCHEMA = 1
-_ORDER = ("length", "stop", "deadline", "cancelled")
+_ORDER = sorted(get_args(FinishReason), key=lambda reason: reason != "length")  # loops end there
 
 
 class Signal(msgspec.Struct, frozen=True):
@@ -279,7 +279,7 @@ def _compared(trials: Sequence[Trial]) -> str:
 
 def _detailed(trial: Trial) -> str:
     head = ["ended by", "rows", "would be cut", "tokens", "tokens saved", "share"]
-    rows = [head, *(_ending(name, trial.of(name)) for name in _ORDER if name in trial.endings)]
+    rows = [head, *(_ending(name, trial.of(name)) for name in _ORDER if name in trial.endings and name != CUT_BEFORE)]
     lines = [_columns([*rows, _ending("all", trial.total())])]
     if trial.by_rule:
         lines.append("rules: " + ", ".join(f"{rule} {count:,}" for rule, count in sorted(trial.by_rule.items())))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
-from sluice.pipeline.wire.messages import TokenDelta
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.wire.messages import FinishReason, TokenDelta
 from sluice.pipeline.wire.tokens import FloatArray, TokenArray
-from sluice.producers.gateway.completion import DONE, Answer, ChatStream, with_error
+from sluice.producers.gateway.completion import DONE, Answer, ChatStream, finish_reason, with_error
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.requests import ChatRequest
 from tests.factories import sequence_result
@@ -36,6 +37,18 @@ async def chunks(*source: TokenDelta | Answer, marker: str | None = None, **fiel
     sent = [raw async for raw in stream.events(given())]
     assert sent.pop() == DONE
     return [json.loads(raw.removeprefix(b"data: ")) for raw in sent]
+
+
+def test_every_ending_with_tokens_has_a_finish_reason_of_openai() -> None:
+    message = {"role": "assistant", "content": "a"}
+    found: dict[str, str] = {}
+    for ending in get_args(FinishReason):
+        result = sequence_result("job", finish_reason=ending)
+        try:
+            found[ending] = finish_reason(result, message)
+        except MessageError:
+            assert ending == "error", f"{ending} has no row in the gateway's table"
+    assert set(found.values()) == {"stop", "length"}
 
 
 async def test_role_text_end_and_usage_come_in_this_order() -> None:
