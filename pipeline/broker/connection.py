@@ -144,18 +144,18 @@ def ping(config: BrokerConfig, run: str = "") -> dict[str, Any]:
             f"{url}: not a broker's URL; write redis://:password@host:6379/0, with %2F for / and %23 for #"
         ) from None
     except (RedisError, OSError) as error:
-        mend = "start it" if config.url else "if its run has ended, start one with `sluice broker` or `sluice up`"
+        advice = "start it" if config.url else "if its run has ended, start one with `sluice broker` or `sluice up`"
         raise BrokerSilent(
-            f"{url}: the broker does not answer ({error}); {mend}, or set REDIS_URL to a running one"
+            f"{url}: the broker does not answer ({error}); {advice}, or set REDIS_URL to a running one"
         ) from error
     version = str(facts.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
         raise BrokerError(f"{url}: Redis {version} is too old; Sluice needs Redis >= 6.2 or Valkey")
     if bool(facts.get("cluster_enabled")) != config.cluster:
-        mend = (
+        advice = (
             "a single server: unset broker.cluster" if config.cluster else "a Redis Cluster: --set broker.cluster=true"
         )
-        raise BrokerError(f"{url}: this is {mend}")
+        raise BrokerError(f"{url}: this is {advice}")
     return facts
 
 

@@ -53,7 +53,7 @@ class Retries:
 class Trainer(Protocol):
     """What a rollout needs from its trainer; `until` is on the time.monotonic() clock.
 
-    `held_up`: the refusal that the time of a call went on, if its deadline comes amid the last, short try.
+    `held_up`: the refusal that the time of a call went on, if its deadline comes during the last, short try.
     """
 
     held_up: RolloutError | None
