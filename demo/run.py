@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 import socket
 import sys
@@ -74,7 +75,13 @@ def _run(task: DemoTask, directory: Path, options: Options) -> tuple[int, dict[s
     drill = Drill(task, config, run_dir / EVALS, kill=options.kill)
     pipeline_started = time.monotonic()
     try:
-        code = run_stack(config, title=f"sluice demo · {task.name}", watch=drill.watch, extra=drill.processes())
+        code = run_stack(
+            config,
+            title=f"sluice demo · {task.name}",
+            watch=drill.watch,
+            extra=drill.processes(),
+            command=f"sluice run -c {shlex.quote(str(run_dir))}",
+        )
     except Exception:
         _report_stopped(task, run_dir, drill, time.monotonic() - pipeline_started)
         raise

@@ -21,6 +21,7 @@ from sluice.consumers.history.curves import Chart
 from sluice.pipeline.status.descriptions import (
     StageText,
     StallText,
+    again,
     guard_counts,
     headline,
     stage_text,
@@ -42,9 +43,10 @@ _TITLES = {
 _STATES = {
     "complete": ("complete", "good"), "idle": ("not started", ""), "stalled": ("stalled", "bad"),
     "failed": ("failed", "bad"), "stopped": ("stopped", "warn"),
+    "killed": ("interrupted", "warn"),
     "moving": ("healthy", "good"), "working": ("healthy", "good"), "waiting": ("waiting", "warn"),
 }  # fmt: skip
-_STOPPED = {"interrupted": "Interrupted", "stopped": "Stopped at trainer.max_versions"}
+_STOPPED = {"interrupted": "Interrupted", "killed": "Interrupted", "stopped": "Stopped at trainer.max_versions"}
 _FAILED = ("process_failed", "guard_refused", "run_failed")
 _LASTING_S = 30.0
 WIDTH, _HEIGHT = 240, 48
@@ -114,13 +116,16 @@ def _verdict(monitor: Monitor) -> dict[str, Any]:
     line, says = headline(now, verdict, monitor.rates.bottleneck, learned), verdict_text(now, verdict)
     stopped = _STOPPED.get(now.end.state, "") if now.end else ""
     if (monitor.stored_at is not None or stopped) and not now.complete and name != "failed":
-        name, css = "stopped", "warn"
+        name, css = "interrupted" if now.end and now.end.is_halt else "stopped", "warn"
         line = f"{stopped or 'Stopped before its end'}: {learned or counted(now.trained, 'sequence') + ' trained'}"
-        says = f"{counted(now.credit.sequences, 'sequence')} in flight"
+        if not stopped:
+            says = f"{counted(now.credit.sequences, 'sequence')} in flight"
         says += "; what it has stored is shown" if monitor.stored_at is not None else ""
     if monitor.seen_at is None:  # only its files are known
         name, css, line = _by_files(monitor.end, learned)
         says = "the broker does not answer, so this is what the run has written"
+        if monitor.end is not None and monitor.end.is_halt:
+            says = f"{again(monitor.end)}; {says}"
     return {
         "headline": line,
         "verdict": (name, css),
@@ -137,7 +142,11 @@ def _by_files(end: RunEnd | None, learned: str) -> tuple[str, str, str]:
     if end is not None and end.state == "complete":
         return "complete", "good", f"Complete: {learned}" if learned else "Complete"
     if end is not None:
-        return "stopped", "warn", ": ".join(filter(None, (_STOPPED[end.state], learned)))
+        return (
+            "interrupted" if end.is_halt else "stopped",
+            "warn",
+            ": ".join(filter(None, (_STOPPED[end.state], learned))),
+        )
     return "unknown", "warn", f"Not running: {learned}" if learned else "Nothing is known about this run yet"
 
 
@@ -171,7 +180,7 @@ def _sums(now: Snapshot, monitor: Monitor) -> list[Sum]:
     """The few that one looks for; zeros of what went wrong are left out."""
     eta, (ended, saved) = monitor.rates.eta_s, guard_counts(now)
     step = monitor.curves.newest
-    is_going = eta is not None and monitor.verdict.state not in ("stalled", "failed", "stopped")
+    is_going = eta is not None and monitor.verdict.state not in ("stalled", "failed", "stopped", "killed")
     left = "done" if now.complete else span(eta) if is_going else NOTHING
     version = NOTHING if now.latest_version is None else f"v{now.latest_version}"
     most = now.credit.max_sequences

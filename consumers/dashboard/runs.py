@@ -41,7 +41,7 @@ _Stamp = tuple[tuple[int, int], ...]
 _MOST = 100  # characters in a search
 
 
-_ENDED = {"complete": "good", "stopped": "", "interrupted": "warn", "failed": "bad"}
+_ENDED = {"complete": "good", "stopped": "", "interrupted": "warn", "killed": "warn", "failed": "bad"}
 
 
 class RunLine(NamedTuple):
@@ -170,7 +170,8 @@ def _stamp(directory: Path) -> _Stamp:
         with contextlib.suppress(OSError):
             status = (directory / name).stat()
             found.append((status.st_mtime_ns, status.st_size))
-    return tuple(found)
+    end = read_end(directory)  # a supervisor that is killed writes none
+    return (*found, (int(end.at * 1e6) if end else 0, 0))
 
 
 def _name(path: Path) -> str:

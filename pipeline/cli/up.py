@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +37,8 @@ def up(
     Example: `sluice up -c configs/text.yaml --workers 4`
     Example: `sluice up -c configs/text.yaml --dry-run`
     """
-    return start("up", config, [*overrides, *rewarded(reward)], workers, dry_run=dry_run, as_json=as_json)
+    command = _typed("up", config, workers, reward, overrides)
+    return start(command, config, [*overrides, *rewarded(reward)], workers, dry_run=dry_run, as_json=as_json)
 
 
 def run(
@@ -63,19 +66,39 @@ def run(
     Example: `sluice run -c configs/text.yaml --model ./my-model --data prompts.jsonl --dry-run`
     """
     paths = [f"{key}={value}" for key, value in (("model.path", model), ("data.path", data)) if value]
-    return start("run", config, [*overrides, *paths, *rewarded(reward)], workers, dry_run=dry_run, as_json=as_json)
+    command = _typed("run", config, workers, reward, overrides, model, data)
+    return start(command, config, [*overrides, *paths, *rewarded(reward)], workers, dry_run=dry_run, as_json=as_json)
 
 
 _SAY_AFTER_S = 1.5
 
 
+def _typed(
+    name: str,
+    config: Path | None,
+    workers: int | None,
+    reward: str | None,
+    overrides: Sequence[str],
+    model: Path | None = None,
+    data: Path | None = None,
+) -> list[str]:
+    """The command, as one types it again; without the password of a URL, as it is stored."""
+    from sluice.pipeline.config.load import hide_password
+
+    given = (("-c", config), ("--model", model), ("--data", data), ("--workers", workers), ("--reward", reward))
+    options = [(option, str(value)) for option, value in given if value is not None]
+    options += [("--set", (hide_password(item) or "") if "://" in item else item) for item in overrides]
+    return ["sluice", name, *(part for option in options for part in option)]
+
+
 def start(
-    command: str, config: Path | None, overrides: list[str], workers: int | None, *, dry_run: bool, as_json: bool
+    typed: list[str], config: Path | None, overrides: list[str], workers: int | None, *, dry_run: bool, as_json: bool
 ) -> int:
     """Run the stack, or say what it would do; the exit code. Raises SluiceError."""
     from sluice.pipeline.config.load import read_config
     from sluice.pipeline.run.stack import run_stack
 
+    command = typed[1]
     if as_json and not dry_run:
         raise ConfigError(f"--json needs --dry-run; to watch a run, use `sluice status --json` ({command})")
     read = read_config(config, [*overrides, *([] if workers is None else [f"worker.count={workers}"])])
@@ -94,7 +117,7 @@ def start(
         for check in found.checks:
             if check.is_note:
                 complain(f"note: {check.says}")
-        return run_stack(read.config, title=f"sluice {command} · {read.config.run}")
+        return run_stack(read.config, title=f"sluice {command} · {read.config.run}", command=shlex.join(typed))
     if as_json:
         print_json(found)
     else:

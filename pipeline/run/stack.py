@@ -43,7 +43,7 @@ from sluice.pipeline.run.progress_panel import Progress
 from sluice.pipeline.run.supervisor import Child, Supervisor, sluice_command
 from sluice.pipeline.status.heartbeat import Heartbeat, read_row
 from sluice.pipeline.status.report import as_json
-from sluice.pipeline.status.run_end import SUMMARY, RunEnd, forget_end, read_end, run_directory, write_end
+from sluice.pipeline.status.run_end import SUMMARY, RunEnd, RunStart, Supervision, read_end, run_directory, write_end
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.terminal import say
 from sluice.pipeline.wire.keys import Keys
@@ -224,15 +224,22 @@ def dashboard_listener(config: Config) -> tuple[socket.socket | None, Config]:
 
 
 def run_stack(
-    config: Config, *, title: str, watch: Watch | None = None, extra: dict[str, list[str]] | None = None
+    config: Config,
+    *,
+    title: str,
+    watch: Watch | None = None,
+    extra: dict[str, list[str]] | None = None,
+    command: str = "",
 ) -> int:
     """Run every role, and `extra` commands alongside them, until the run ends.
 
-    Returns 0 if it completes, 130 if interrupted. `watch` is called with every snapshot.
+    Returns 0 if it completes, 130 if interrupted. `watch` is called with every snapshot; `command` is what continues
+    the run.
     """
     logs.configure("up")
-    forget_end(run_directory(config))
-    with _failed_start_stored(config), contextlib.ExitStack() as scope:
+    start = RunStart(at=time.time(), command=command, directory=str(Path.cwd()))
+    supervision = Supervision(run_directory(config), start)
+    with supervision, _failed_start_stored(config, supervision), contextlib.ExitStack() as scope:
         if config.broker.url is None:
             url = scope.enter_context(embedded_broker(config.broker))
             settings = msgspec.structs.replace(config.broker, url=url)
@@ -240,18 +247,22 @@ def run_stack(
         connections.refuse_unsafe(config.broker, connections.ping(config.broker, config.run))
         listener, config = dashboard_listener(config)  # bound first: the address that is said is its own
         with listener or contextlib.nullcontext():
-            return asyncio.run(_supervised(config, title, watch, extra or {}, listener))
+            return asyncio.run(_supervised(config, title, watch, extra or {}, listener, supervision))
 
 
 @contextlib.contextmanager
-def _failed_start_stored(config: Config) -> Generator[None]:
-    """Stores why the run failed, unless that is stored already."""
+def _failed_start_stored(config: Config, supervision: Supervision) -> Generator[None]:
+    """Stores why the run failed, or that it was interrupted, unless how it ended is stored already."""
     run_dir = run_directory(config)
     try:
         yield
+    except KeyboardInterrupt:  # before the children are supervised, and so before signals are handled
+        if read_end(run_dir) is None:
+            _store_end(run_dir, _interrupted(), None, supervision)
+        raise
     except Exception as error:
         if read_end(run_dir) is None:
-            _store_end(run_dir, _failure(first_cause(error)), None)
+            _store_end(run_dir, _failure(first_cause(error)), None, supervision)
             if not is_run(run_dir):  # else the start that fails would change what the run used
                 try:
                     provenance.store(config, run_dir)
@@ -309,7 +320,12 @@ def child_environment(config: Config) -> dict[str, str]:
 
 
 async def _supervised(
-    config: Config, title: str, watch: Watch | None, extra: dict[str, list[str]], listener: socket.socket | None
+    config: Config,
+    title: str,
+    watch: Watch | None,
+    extra: dict[str, list[str]],
+    listener: socket.socket | None,
+    supervision: Supervision,
 ) -> int:
     run_dir = run_directory(config)
     resolved = provenance.store(config, run_dir)
@@ -328,19 +344,23 @@ async def _supervised(
             try:
                 final = await monitor.run()
             except Exception as error:
-                _store_end(run_dir, _failure(first_cause(error), supervisor), await monitor.last_look())
+                _store_end(run_dir, _failure(first_cause(error), supervisor), await monitor.last_look(), supervision)
                 raise
-        end = RunEnd(at=time.time(), **_ending(final, interrupted=monitor.stop.is_set()))
-        _store_end(run_dir, end, final)
-        return _report(final, run_dir, end)
+        end = _ending(final, interrupted=monitor.stop.is_set())
+        _store_end(run_dir, end, final, supervision)
+        return _report(final, run_dir, end, supervision.start.command)
     finally:
         await client.aclose()
 
 
-def _ending(final: Snapshot | None, *, interrupted: bool) -> dict[str, Any]:
+def _ending(final: Snapshot | None, *, interrupted: bool) -> RunEnd:
     if interrupted or final is None:
-        return {"state": "interrupted", "exit_code": INTERRUPTED}
-    return {"state": "complete" if final.complete else "stopped"}
+        return _interrupted()
+    return RunEnd(at=time.time(), state="complete" if final.complete else "stopped")
+
+
+def _interrupted() -> RunEnd:
+    return RunEnd(at=time.time(), state="interrupted", exit_code=INTERRUPTED)
 
 
 def _failure(cause: BaseException, supervisor: Supervisor | None = None) -> RunEnd:
@@ -357,9 +377,14 @@ def _failure(cause: BaseException, supervisor: Supervisor | None = None) -> RunE
     )
 
 
-def _store_end(run_dir: Path, end: RunEnd, final: Snapshot | None) -> None:
+def _store_end(run_dir: Path, end: RunEnd, final: Snapshot | None, supervision: Supervision) -> None:
     """How the run ended, and its last state if that is known. Another error must not hide the one that ended it."""
+    start = supervision.start
+    end = msgspec.structs.replace(end, command=start.command, directory=start.directory)
     try:
+        if not supervision.hold():  # the run goes on without this supervisor
+            get_logger().info("another supervisor of the run is alive; this one stores no end", run_dir=str(run_dir))
+            return
         write_end(run_dir, end)
         if final is not None:
             final.end = end
@@ -368,9 +393,10 @@ def _store_end(run_dir: Path, end: RunEnd, final: Snapshot | None) -> None:
         get_logger().warning("how the run ended is not stored", why=repr(error))
 
 
-def _report(final: Snapshot | None, run_dir: Path, end: RunEnd) -> int:
+def _report(final: Snapshot | None, run_dir: Path, end: RunEnd, command: str) -> int:
+    go_on = f"{_GO_ON}: {command}" if command else _GO_ON
     if final is None:
-        say(f"interrupted; the broker is gone; {_GO_ON}", file=sys.stderr)
+        say(f"interrupted; the broker is gone; {go_on}", file=sys.stderr)
         return INTERRUPTED
     word = "stopped at trainer.max_versions" if end.state == "stopped" else end.state
     say(
@@ -379,5 +405,5 @@ def _report(final: Snapshot | None, run_dir: Path, end: RunEnd) -> int:
         file=sys.stderr,
     )
     if end.state == "interrupted":
-        say(_GO_ON, file=sys.stderr)
+        say(go_on, file=sys.stderr)
     return end.exit_code

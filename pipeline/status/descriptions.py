@@ -6,6 +6,7 @@ Only this module writes this text: no program parses a sentence, so any of them 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from sluice.pipeline.broker.retry import FULL_REMEDY
@@ -29,7 +30,12 @@ _FIX = {
 }
 
 
-_ENDS = {"failed": "failed", "interrupted": "interrupted", "stopped": "stopped at trainer.max_versions"}
+_ENDS = {
+    "failed": "failed",
+    "interrupted": "interrupted",
+    "stopped": "stopped at trainer.max_versions",
+    "killed": "interrupted without notice",
+}
 
 
 class StallText(NamedTuple):
@@ -82,6 +88,8 @@ def stored_end(run: str, end: RunEnd, last: RunSummary | None, at: float) -> str
     """How a run ended, by its files alone; `at` is the Unix time now."""
     cause = f": {end.cause}" if end.cause else ""
     text = f"run {run}: {_ENDS.get(end.state, end.state)} {length(at - end.at)} ago{cause}"
+    if end.is_halt:
+        text += f"; {again(end)}"
     if last is None:
         return text
     version = "no weights" if last.latest_version is None else f"weights v{last.latest_version}"
@@ -198,10 +206,27 @@ def _run_failed(now: Snapshot, stall: Stall) -> StallText:
     cause, kind = (now.end.cause, now.end.kind) if now.end else ("", "")
     log = f"see logs/{stall.process}.log in the run's directory; " if stall.process else ""
     fix = _FIX.get(kind, "remove the cause")
-    return StallText(f"the run failed: {cause}", "", f"{log}{fix}, then run the same command again: it continues")
+    again = "run the same command again: it continues"
+    if now.end and now.end.command:
+        again += f" (`{now.end.command}`{_elsewhere(now.end)})"
+    return StallText(f"the run failed: {cause}", "", f"{log}{fix}, then {again}")
+
+
+def again(end: RunEnd) -> str:
+    """What continues a run."""
+    if not end.command:
+        return "run the same command again to continue"
+    return f"to continue, run `{end.command}`{_elsewhere(end)}"
+
+
+def _elsewhere(end: RunEnd) -> str:
+    return f" in {end.directory}" if end.directory and end.directory != str(Path.cwd()) else ""
 
 
 def _no_process(now: Snapshot, stall: Stall) -> StallText:
+    if now.end is not None and now.end.state == "killed":
+        killed = "the supervisor of the run (`sluice run` or `up`) was killed, or its machine went down"
+        return StallText(killed, f"{now.credit.sequences:,} sequences are in flight", again(now.end))
     return StallText(
         f"no process is alive, {now.credit.sequences:,} sequences are in flight",
         "",
@@ -423,7 +448,12 @@ def verdict_text(now: Snapshot, verdict: Verdict) -> str:
             ago = "" if now.end is None else f" {length(now.at - now.end.at)} ago"
             if now.end is not None and now.end.state == "stopped":
                 return f"it stopped at trainer.max_versions{ago}, {left} in flight: to continue, raise it and run again"
-            return f"it was interrupted{ago}, {left} in flight: run the same command again to continue"
+            do = again(now.end) if now.end is not None else "run the same command again to continue"
+            return f"it was interrupted{ago}, {left} in flight: {do}"
+        case "killed":
+            left = counted(now.credit.sequences, "sequence")
+            ago = "" if now.end is None else f" {length(now.at - now.end.at)} ago"
+            return f"its supervisor was killed, or its machine went down{ago}, {left} in flight"
         case "stalled":
             causes = counted(sum(stall.blocks for stall in now.stalls) or len(now.stalls), "cause")
             how = "it still makes progress, but will stop" if verdict.moved else "it is stuck"
@@ -446,7 +476,7 @@ def headline(now: Snapshot, verdict: Verdict, busiest: Sequence[RoleName], learn
             return "Nothing has started yet"
         case "failed":
             return f"Failed: {now.end.cause}" if now.end else "Failed"
-        case "stopped":
+        case "stopped" | "killed":
             how = condition(now)
             return f"{how[0].upper()}{how[1:]}: {learned or counted(now.trained, 'sequence') + ' trained'}"
         case "stalled":

@@ -2,7 +2,8 @@
 
 - It is stuck if a stall blocks it that doesn't end by itself, or if nothing moved, there is a stall and no process is
   working.
-- A run that was asked to stop, or that reached trainer.max_versions, isn't stuck.
+- A run that was asked to stop, or that reached trainer.max_versions, isn't stuck; one whose supervisor was killed needs
+  a new start.
 - A working process (a step, a long sequence) counts as movement to come.
 """
 
@@ -28,7 +29,7 @@ _DEADLINE_S = 15.0
 _COUNTS = ("tokens", "enqueued", "committed", "accepted", "trained", "dead", "dropped")
 
 
-VerdictState = Literal["complete", "idle", "moving", "working", "waiting", "stopped", "stalled", "failed"]
+VerdictState = Literal["complete", "idle", "moving", "working", "waiting", "stopped", "killed", "stalled", "failed"]
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +43,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_healthy(self) -> bool:
         """Whether nothing needs to be done."""
-        return self.state not in ("stalled", "failed")
+        return self.state not in ("stalled", "failed", "killed")
 
 
 def verdict(before: Snapshot, now: Snapshot) -> Verdict:
@@ -60,8 +61,8 @@ def _state(now: Snapshot, moved: dict[str, int], busy: str | None) -> VerdictSta
         return "complete"
     if not (now.enqueued or now.processes):
         return "idle"
-    if now.end is not None and now.end.state == "failed":
-        return "failed"
+    if now.end is not None and now.end.state in ("failed", "killed"):
+        return now.end.state
     if now.is_stopped:
         return "stopped"
     if any(stall.blocks for stall in now.stalls) or (now.stalls and not moved and not busy):

@@ -208,7 +208,9 @@ def test_without_the_broker_the_stored_end_is_told(
         write_end(run, RunEnd(at=time.time(), state="interrupted", exit_code=130))
         assert call("status", str(run)) == 4
         first = capsys.readouterr().err.splitlines()[0]
-        assert re.fullmatch(rf"run {RUN}: interrupted [\d.]+ s ago", first), "the summary is an older one"
+        assert re.fullmatch(rf"run {RUN}: interrupted [\d.]+ s ago; run the same command again to continue", first), (
+            "the summary is an older one"
+        )
 
 
 def test_a_run_that_was_renamed_shows_no_counts_of_its_new_name(

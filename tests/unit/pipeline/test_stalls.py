@@ -178,6 +178,19 @@ def test_a_run_that_was_stopped_says_how_and_is_not_stuck(how: Any, word: str, r
     assert condition(state(trained=8, exhausted=True, end=RunEnd(at=NOW, state="failed"))) == "complete"
 
 
+def test_a_run_whose_supervisor_was_killed_needs_a_start_and_names_its_command() -> None:
+    end = RunEnd(at=NOW - 90, state="killed", command="sluice run -c mine.yaml", directory="/elsewhere")
+    now = state(process("worker", age_s=60), end=end)
+    now.stalls = stalls(now)
+    [stall], told = now.stalls, verdict(now, now)
+    assert (stall.kind, stall.blocks, told.state, told.is_healthy) == ("no_process", True, "killed", False)
+    assert "was killed, or its machine went down" in stall_text(now, stall).what
+    assert stall_text(now, stall).remedy == "to continue, run `sluice run -c mine.yaml` in /elsewhere"
+    assert (condition(now), headline(now, told, [])) == (
+        "interrupted without notice", "Interrupted without notice: 4 sequences trained",
+    )  # fmt: skip
+
+
 def test_who_only_looks_on_neither_keeps_a_run_going_nor_up() -> None:
     watching = process("dashboard")
     now = state(watching)
