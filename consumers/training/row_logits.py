@@ -2,7 +2,8 @@
 
 With a large vocabulary the logits are the largest tensor of a step: 8,192 tokens × 151,936 words are 5 GB in float32,
 and a loss needs several such tensors. So the pass over the model ends at the input of its head, and the head runs on a
-piece of the positions that are read at a time. The backward pass runs it again instead of keeping what it made.
+piece of the positions that are read at a time. The backward pass runs it again instead of keeping what it made. For a
+plain linear layer both passes are written out (`_LinearScores`), in one buffer; any other head runs under autograd.
 
     model ─▶ states [R, L, H] ─▶ positions that are read [N, H] ─▶ head, a piece at a time ─▶ logprobs [N]
 """
@@ -17,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 _AT_ONCE = 1 << 26  # logits: 256 MiB in float32
@@ -50,6 +52,14 @@ class Head:
         if len(fits) != 1:
             return "what it does to its logits can't be told" if fits else "it changes its logits in a way of its own"
         return cls(module, fits[0])
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether its logits are `states @ weight.T + bias`, and nobody watches or changes them on the way."""
+        module = self.module
+        watched = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        autocast = torch.is_autocast_enabled(module.weight.device.type) if type(module) is torch.nn.Linear else True
+        return not autocast and self.after is _unchanged and not watched
 
     def __call__(self, states: Tensor) -> Tensor:
         """Logits [..., V] of states [..., H]."""
@@ -97,11 +107,22 @@ class RowLogits:
         self, on: Tensor, token_ids: Tensor, temperatures: Tensor | None, *, entropies: bool
     ) -> tuple[Tensor, Tensor | None]:
         """`logprobs`, and the entropy in nats of each distribution, float [N], if asked for."""
-        compute = _logprobs_and_entropies if entropies else _logprobs
+        rows, positions = on.nonzero(as_tuple=True)
         found: list[Tensor] = []
-        for piece, picked in self._picked(*on.nonzero(as_tuple=True)):
-            heat = None if temperatures is None else temperatures[piece]
-            found.append(self._run(compute, picked, token_ids[piece], heat))
+        if (
+            self.head is not None
+            and self.head.is_linear
+            and len(rows)
+            and not torch.is_autocast_enabled(on.device.type)
+        ):
+            linear = cast(torch.nn.Linear, self.head.module)
+            picked, size = self.states[rows, positions], _at_once(linear.out_features)
+            found = [_LinearScores.apply(picked, linear.weight, linear.bias, token_ids, temperatures, entropies, size)]
+        else:
+            compute = _logprobs_and_entropies if entropies else _logprobs
+            for piece, picked in self._picked(rows, positions):
+                heat = None if temperatures is None else temperatures[piece]
+                found.append(self._run(compute, picked, token_ids[piece], heat))
         # Of nothing, but with a gradient: its sum is a term of the loss.
         nothing = at_least_float32(self.states.flatten()[:0])
         both = torch.cat(found, dim=-1) if found else nothing.expand(1 + entropies, 0)
@@ -115,7 +136,7 @@ class RowLogits:
     def _picked(self, rows: Tensor, positions: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """States of these positions, a piece at a time."""
         width = self.states.shape[-1] if self.head is None else _width(self.head.module)
-        most = max(1, _AT_ONCE // width)
+        most = _at_once(width)
         # With a gradient all at once: that of each piece would have the size of all states.
         whole = self.states[rows, positions] if torch.is_grad_enabled() else None
         for start in range(0, len(rows), most):
@@ -127,6 +148,90 @@ class RowLogits:
             return compute(self.head, picked, token_ids, heat)
         again = checkpoint(compute, self.head, picked, token_ids, heat, use_reentrant=False)
         return cast(Tensor, again)
+
+
+class _LinearScores(torch.autograd.Function):
+    """Logprobs, and entropies if asked for, of N tokens under a linear head, a piece of `size` positions at a time.
+
+    float [1, N] or [2, N], float32 or wider. The backward pass makes the logits of a piece again. With logits z, a
+    temperature τ, p = softmax(z / τ), the entropy h, and the gradients g of the logprob of token k and e of h:
+
+        dz = (g·(1[k] - p) - e·p·(log p + h)) / τ
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token_ids: Tensor,
+        temperatures: Tensor | None,
+        entropies: bool,
+        size: int,
+    ) -> Tensor:
+        wide = torch.promote_types(states.dtype, torch.float32)
+        scores = states.new_empty(1 + entropies, len(states), dtype=wide)
+        norms = scores.new_empty(len(states))  # log Σ exp(z / τ)
+        for piece, logits in _linear_logits(states, weight, bias, temperatures, size):
+            chosen = logits.gather(1, token_ids[piece, None]).squeeze(1)
+            if entropies:
+                logprobs = torch.log_softmax(logits, dim=-1)
+                norms[piece] = logits.amax(dim=-1) - logprobs.amax(dim=-1)
+                # What is excluded has -inf, whose product with its probability 0 would be NaN.
+                finite = logprobs.clamp(min=torch.finfo(wide).min)
+                scores[1, piece] = -torch.linalg.vecdot(logprobs.exp_(), finite)
+            else:
+                most = logits.amax(dim=-1)
+                norms[piece] = logits.sub_(most[:, None]).exp_().sum(dim=-1).log_() + most
+            scores[0, piece] = chosen - norms[piece]
+        ctx.save_for_backward(states, weight, bias, token_ids, temperatures, norms, scores[1] if entropies else None)
+        ctx.size = size
+        return scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        states, weight, bias, token_ids, temperatures, norms, entropies = ctx.saved_tensors
+        of_states, of_weight, of_bias = (
+            torch.zeros_like(each) if wanted else None
+            for each, wanted in zip((states, weight, bias), ctx.needs_input_grad[:3], strict=True)
+        )
+        for piece, logits in _linear_logits(states, weight, bias, temperatures, ctx.size):
+            logprobs, of_chosen = logits.sub_(norms[piece, None]), gradient[0, piece, None]
+            if entropies is None:
+                of_logits = logprobs.exp_().mul_(-of_chosen)
+            else:
+                of_entropy = gradient[1, piece, None]
+                slope = logprobs.clamp(min=torch.finfo(logits.dtype).min).add_(entropies[piece, None])
+                of_logits = slope.mul_(of_entropy).add_(of_chosen).mul_(logprobs.exp_()).neg_()
+            of_logits.scatter_add_(1, token_ids[piece, None], of_chosen)
+            if temperatures is not None:
+                of_logits.div_(temperatures[piece, None])
+            narrow = of_logits.to(states.dtype)
+            if of_states is not None:
+                torch.mm(narrow, weight, out=of_states[piece])
+            if of_weight is not None:
+                of_weight.addmm_(narrow.t(), states[piece])
+            if of_bias is not None:
+                of_bias.add_(narrow.sum(dim=0))
+        return of_states, of_weight, of_bias, None, None, None, None
+
+
+def _linear_logits(
+    states: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor | None, size: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Logits over temperatures, [n, V] in float32 or wider, of each piece; they may be overwritten, and soon are."""
+    room = states.new_empty(min(size, len(states)), len(weight))
+    for start in range(0, len(states), size):
+        piece = slice(start, start + size)
+        logits = torch.mm(states[piece], weight.t(), out=room[: len(states[piece])])
+        if bias is not None:
+            logits.add_(bias)
+        logits = at_least_float32(logits)
+        if temperatures is not None:
+            logits.div_(temperatures[piece, None])
+        yield piece, logits
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, temperatures: Tensor | None = None) -> Tensor:
@@ -170,7 +275,7 @@ def _chosen(head: Head | None, picked: Tensor, token_ids: Tensor, _heat: Tensor 
 
 def _known(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
     """What models in transformers do to the head's output, as their configuration names it."""
-    yield lambda logits: logits
+    yield _unchanged
     if cap := getattr(config, "final_logit_softcapping", None):
         yield lambda logits: torch.tanh(logits / cap) * cap
     if (scale := getattr(config, "logit_scale", None)) and scale != 1:
@@ -179,8 +284,17 @@ def _known(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
         yield lambda logits: logits / divisor
 
 
+def _unchanged(logits: Tensor) -> Tensor:
+    return logits
+
+
 def _same(found: Tensor, wanted: Tensor) -> bool:
     return found.shape == wanted.shape and torch.allclose(found.float(), wanted.float(), rtol=_SAME, atol=0)
+
+
+def _at_once(width: int) -> int:
+    """Positions in a piece, with so many logits each."""
+    return max(1, _AT_ONCE // width)
 
 
 def _width(module: Any) -> int:

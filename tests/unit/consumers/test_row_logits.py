@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,59 @@ def test_logits_too_small_to_tell_what_is_done_to_them_are_made_at_once(name: st
         assert Head.of(model, lambda: model(input_ids=ids, use_cache=False).logits) == (
             "what it does to its logits can't be told"
         )
+
+
+class Unknown(torch.nn.Linear):
+    """A linear layer that might be anything: it runs under autograd."""
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("entropies", [False, True])
+@pytest.mark.parametrize(("bias", "heated"), [(False, False), (True, True)])
+def test_a_linear_head_by_hand_is_that_of_autograd(
+    bias: bool, heated: bool, entropies: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(5)
+    monkeypatch.setattr(row_logits, "_AT_ONCE", 3 * 13)
+    plain, unknown = (kind(6, 13, bias=bias, dtype=torch.float64) for kind in (torch.nn.Linear, Unknown))
+    unknown.load_state_dict(plain.state_dict())
+    states = torch.randn(2, 6, 6, dtype=torch.float64, requires_grad=True)
+    on = torch.rand(2, 5) < 0.8
+    count = int(on.sum())
+    ids, heat = torch.arange(count) % 13, (0.5 + torch.rand(count)) if heated else None
+    found: list[list[Tensor]] = []
+    for layer in (plain, unknown):
+        head = Head(layer.requires_grad_(not frozen), row_logits._unchanged)
+        assert head.is_linear is (layer is plain)
+        logprobs, entropy = RowLogits(states, head).scores(on, ids, heat, entropies=entropies)
+        loss = logprobs.exp().sum() + (0 if entropy is None else entropy.square().sum())
+        wanted = [states, *(() if frozen else layer.parameters())]
+        found.append([logprobs, *torch.autograd.grad(loss, wanted)])
+        with torch.no_grad():
+            again, _ = RowLogits(states, head).scores(on, ids, heat, entropies=False)
+        torch.testing.assert_close(again, logprobs)
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_what_a_bias_excludes_has_no_part_in_the_entropy_of_a_linear_head() -> None:
+    linear = torch.nn.Linear(4, 7)
+    with torch.no_grad():
+        linear.bias[2] = -torch.inf
+    states = torch.randn(1, 4, 4, requires_grad=True)
+    on, ids = torch.ones(1, 3, dtype=torch.bool), torch.tensor([0, 1, 3])
+    _, entropy = RowLogits(states, Head(linear, row_logits._unchanged)).scores(on, ids, None, entropies=True)
+    assert entropy is not None
+    [gradient] = torch.autograd.grad(entropy.sum(), states)
+    assert entropy.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("watch", [lambda layer: layer.register_forward_hook(lambda *_: None), lambda layer: None])
+def test_a_linear_head_that_someone_watches_is_called(watch: Callable[[Any], Any]) -> None:
+    linear = torch.nn.Linear(4, 7)
+    watched = watch(linear) is not None
+    assert Head(linear, row_logits._unchanged).is_linear is not watched
+    assert not Head(linear, lambda logits: logits).is_linear
 
 
 def test_the_second_run_of_a_head_draws_the_same_dropout() -> None:
