@@ -232,7 +232,10 @@ def dashboard(
     from sluice.consumers.dashboard.app import dashboard as serve
     from sluice.consumers.dashboard.runs import chosen_run
     from sluice.pipeline.config import load_config
+    from sluice.pipeline.config.run_origin import named_run
 
     given = load_config(config, overrides)
-    shown = chosen_run(given, runs, overrides) if runs and config is None else given
-    asyncio.run(serve(shown, allow_actions=allow_actions, others=runs))
+    if (named := named_run(config)) is not None:
+        runs, config = (named, *runs), None
+    shown, directory = chosen_run(given, runs, overrides) if runs and config is None else (given, None)
+    asyncio.run(serve(shown, allow_actions=allow_actions, others=runs, directory=directory))

@@ -24,14 +24,15 @@ from sluice.consumers.dashboard import dead_letters, jobs, overview, render, run
 from sluice.consumers.dashboard.auth import KEY_NAME, Gate, SafeHeaders, check_host
 from sluice.consumers.dashboard.monitor import Monitor
 from sluice.consumers.dashboard.render import STATIC, Live, add_problem_pages
-from sluice.consumers.history.files import history_directory
 from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.run_files import HISTORY
 from sluice.pipeline.broker.embedded import is_running, is_stored, stored_at, stored_broker
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.http.middleware import BodyLimit, HostGate
 from sluice.pipeline.http.server import bind, open_listener, serve_on, url_of
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.pipeline.status.run_end import run_directory
 from sluice.pipeline.wire.waits import WaitKind
 
 PAGES = (overview, jobs, sequences, workers, dead_letters, runs, render)
@@ -62,11 +63,16 @@ def _health(monitor: Monitor) -> JSONResponse:
 
 
 async def dashboard(
-    config: Config, *, allow_actions: bool, stop: asyncio.Event | None = None, others: Sequence[Path] = ()
+    config: Config,
+    *,
+    allow_actions: bool,
+    stop: asyncio.Event | None = None,
+    others: Sequence[Path] = (),
+    directory: Path | None = None,
 ) -> None:
     """Serve until asked to stop, by a signal or by the given event. Raises ConfigError.
 
-    `others`: directories of runs to compare with.
+    `others`: directories of runs to compare with; `directory`: of the run's files, if not where `config` says.
     """
     key = os.environ.get(KEY_NAME) or None
     check_host(config.dashboard, key)
@@ -80,7 +86,13 @@ async def dashboard(
                         role.spawn(_until_it_runs(role, config, began))
                     ours = listener.dup()  # closed by the server
                     await run_dashboard(
-                        role, key, allow_actions=allow_actions, others=others, listener=ours, stored_at=at
+                        role,
+                        key,
+                        allow_actions=allow_actions,
+                        others=others,
+                        listener=ours,
+                        stored_at=at,
+                        directory=directory,
                     )
             if not began.is_set():
                 return
@@ -95,13 +107,15 @@ async def run_dashboard(
     others: Sequence[Path] = (),
     listener: socket.socket | None = None,
     stored_at: float | None = None,
+    directory: Path | None = None,
 ) -> None:
     """The dashboard inside an existing role, on this socket or a new one.
 
     `stored_at`: the role's broker is a copy of what the run's stored last, at that Unix time: nothing can be changed.
     """
-    config, reader = role.config.dashboard, HistoryReader(history_directory(role.config))
-    monitor = Monitor(role.config, role.client, reader)
+    directory = directory or run_directory(role.config)
+    config, reader = role.config.dashboard, HistoryReader(directory / HISTORY)
+    monitor = Monitor(role.config, role.client, reader, directory)
     monitor.others, monitor.stored_at = others, stored_at
     role.spawn(monitor.run())
     role.spawn(monitor.keep_index())

@@ -29,11 +29,10 @@ from redis.exceptions import RedisError
 
 from sluice.consumers.dashboard.timeline import Timeline
 from sluice.consumers.history.curves import RunCurves
-from sluice.consumers.history.files import history_directory
 from sluice.consumers.history.index import HistoryIndex
 from sluice.consumers.history.reader import HistoryReader
 from sluice.consumers.history.records import SequenceFilter
-from sluice.consumers.run_files import stored_config
+from sluice.consumers.run_files import HISTORY, stored_config
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.pipeline.config.load import RESOLVED
 from sluice.pipeline.config.types import Config
@@ -42,7 +41,7 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.status.diagnosis import Verdict, verdict
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.rates import Rates
-from sluice.pipeline.status.run_end import RunEnd, read_end
+from sluice.pipeline.status.run_end import RunEnd, read_end, run_directory
 from sluice.pipeline.status.snapshot import Snapshot
 from sluice.pipeline.status.stages import Stage, stages
 from sluice.pipeline.wire.keys import Keys
@@ -69,9 +68,8 @@ class Resolved(NamedTuple):
 class RunConfig:
     """Thread-safe; at worst two threads read at once."""
 
-    def __init__(self, given: Config) -> None:
-        self._given = given
-        self._directory = Path(given.run_dir) / given.run
+    def __init__(self, given: Config, directory: Path) -> None:
+        self._given, self._directory = given, directory
         self._seen: tuple[tuple[int, int], Resolved] | None = None
 
     def read(self) -> Resolved:
@@ -96,13 +94,15 @@ class RunConfig:
 class Monitor:
     """The newest snapshot of one run, plus queries that a page may make."""
 
-    def __init__(self, config: Config, client: Redis, reader: HistoryReader) -> None:
+    def __init__(self, config: Config, client: Redis, reader: HistoryReader, directory: Path | None = None) -> None:
+        """`directory`: of the run's files; None: where the configuration says."""
         self.config, self.client, self.keys = config, client, Keys(config.run)
         self.reader, self.rates = reader, Rates()
-        self.directory, self.run_config = Path(config.run_dir) / config.run, RunConfig(config)
-        self.index = HistoryIndex(history_directory(config), self._prompt_decoder)
+        self.directory = directory or run_directory(config)
+        self.run_config = RunConfig(config, self.directory)
+        self.index = HistoryIndex(self.directory / HISTORY, self._prompt_decoder)
         self.curves = RunCurves(self.directory, self.index)
-        self.timeline = Timeline(history_directory(config))
+        self.timeline = Timeline(self.directory / HISTORY)
         self.others: Sequence[Path] = ()  # directories of more runs to compare with
         self.times: list[tuple[str, float]] = []  # mean seconds of a sequence by what they were spent on
         self._timed_at = -math.inf

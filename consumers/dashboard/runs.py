@@ -135,10 +135,11 @@ def runs_in(place: Path) -> list[Path]:
         return []
 
 
-def chosen_run(given: Config, paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
-    """The configuration of the run to show, of those named on the command line; raises ConfigError, BrokerError.
+def chosen_run(given: Config, paths: Sequence[Path], overrides: Sequence[str] = ()) -> tuple[Config, Path]:
+    """Configuration and directory of the run to show, of those named on the command line.
 
-    It is the first one, or the newest of a directory of runs.
+    It is the first one, or the newest of a directory of runs. The configuration has the name that the run has in its
+    broker, whatever its directory is called by now. Raises ConfigError and BrokerError.
     """
     for path in paths:
         if not runs_in(path):
@@ -146,7 +147,9 @@ def chosen_run(given: Config, paths: Sequence[Path], overrides: Sequence[str] = 
     directory = max(runs_in(paths[0]), key=_written).resolve()
     found = stored_config(directory, given, overrides)
     url = found.broker.url or given.broker.url  # one with a password isn't stored; the environment has it
-    return placed(msgspec.structs.replace(found, broker=msgspec.structs.replace(found.broker, url=url)), directory)
+    config = placed(msgspec.structs.replace(found, broker=msgspec.structs.replace(found.broker, url=url)), directory)
+    stored = (directory / RESOLVED).is_file()
+    return (msgspec.structs.replace(config, run=found.run) if stored else config), directory
 
 
 def is_run(directory: Path) -> bool:

@@ -53,10 +53,11 @@ Json = Annotated[
 def run_config(run: Path | None, config: Path | None, overrides: Sequence[str]) -> Config:
     """The configuration of a run that is named by its directory, or by a configuration. Raises ConfigError."""
     from sluice.pipeline.config.load import RESOLVED, is_run, load_config
+    from sluice.pipeline.config.run_origin import named_run
 
     if run is None:
-        found = load_config(config, overrides)
-        return _of_directory(found, config) if config is not None and is_run(config) else found
+        found, named = load_config(config, overrides), named_run(config)
+        return found if named is None else _of_directory(found, named)
     if config is not None:
         raise ConfigError(f"both {run} and -c {config} name a run; give one of them")
     if not is_run(run):

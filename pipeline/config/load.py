@@ -56,7 +56,7 @@ def load_config(
     """The resolved configuration; raises ConfigError with file, path and remedy of everything that is wrong."""
     found = read_config(path, overrides, environ)
     if found.problems:
-        raise ConfigError(as_one(found.problems))
+        raise ConfigError(as_one(found.problems) + (f"\n{UNASKED}" if found.unasked else ""))
     return found.config
 
 
@@ -73,6 +73,11 @@ class Found:
     problems: list[str]
     unsure: frozenset[str]
     """Sections, or keys of the top level, whose values aren't what was meant, or break a rule by themselves."""
+    unasked: bool = False
+    """Whether rules couldn't be checked because of the problems."""
+
+
+UNASKED = "rules that read these keys too are checked once this is fixed"
 
 
 def read_config(
@@ -81,7 +86,7 @@ def read_config(
     environ: Mapping[str, str] | None = None,
 ) -> Found:
     """For a command that has more to say than the first error; raises ConfigError if the file can't be read at all."""
-    tree, problems, unsure = _read(Path(path)) if path else {}, list[str](), set[str]()
+    tree, problems, unsure = _read(Path(path)) if path else {}, list[str](), _Unsure()
     origin = str(path) if path else "defaults"
     for name, dotted in ENVIRONMENT.items():
         if text := (os.environ if environ is None else environ).get(name):
@@ -92,38 +97,59 @@ def read_config(
             _override(tree, item)
     with _collected(problems, unsure, "rollout_matching"):
         _adopt_custom_subtree(tree, origin)
-    judged = set[str]()
+    judged = _Unsure()
     with _collected(problems, judged, "policy", "rollout_matching"):
         _adopt_reward(tree, origin)
     _adopt_loss(tree)
     for problem, dotted, mapping, key in list(suggest.unknown_keys(Config, tree)):
         problems.append(f"{origin}: {problem}")
-        unsure |= _sections(dotted)
+        unsure.add(dotted)
         mapping.pop(key, None)  # an alias stands in several places
     config = _converted(tree, origin, problems, unsure)
-    if problems:  # a rule between keys would judge the defaults of those that are wrong
-        broken = rules.sure_complaints(config, unsure | judged)
-        unsure.update(*broken.values())
-    else:
-        broken = rules.complaints(config)
-        unsure |= rules.at_fault(config) if broken else set()
-    problems += [f"{origin}: {complaint}" for complaint in broken]
-    return Found(config, problems, frozenset(unsure))
+    judged.take(unsure)
+    alone = rules.sure_complaints(config, judged.sections)
+    between, unasked = rules.between_sure_keys(config, judged.keys)
+    unasked = unasked or bool(judged.sections & rules.at_fault(config))
+    problems += [f"{origin}: {complaint}" for complaint in (*alone, *between)]
+    at_fault = rules.at_fault(config) if problems else set[str]()
+    return Found(config, problems, frozenset(unsure.sections | at_fault), unasked)
+
+
+class _Unsure:
+    """What isn't as it was meant: sections and, where only one of its keys is concerned, section.key."""
+
+    def __init__(self) -> None:
+        self.sections, self.keys = set[str](), set[str]()
+
+    def add(self, dotted: str) -> None:
+        """A key, and the one that was probably meant if there is none of that name; where that is unknown, all."""
+        section, _, rest = dotted.partition(".")
+        meant = section if section in _SECTIONS else suggest.nearest(section, _SECTIONS) or section
+        self.sections |= {section, meant}
+        keys = getattr(getattr(Config(), meant, None), "__struct_fields__", ())
+        key = rest.partition(".")[0].partition("[")[0]
+        if meant != section or not rest or not keys:
+            self.keys.add(meant)
+        elif key in keys:
+            self.keys.add(f"{section}.{key}")
+        else:
+            near = suggest.nearest(key, list(keys))
+            self.keys.add(f"{section}.{near}" if near else section)
+
+    def take(self, other: _Unsure) -> None:
+        """All of another one's."""
+        self.sections |= other.sections
+        self.keys |= other.keys
 
 
 @contextlib.contextmanager
-def _collected(problems: list[str], unsure: set[str], *dotted: str) -> Generator[None]:
+def _collected(problems: list[str], unsure: _Unsure, *dotted: str) -> Generator[None]:
     try:
         yield
     except ConfigError as error:
         problems.append(str(error))
-        unsure.update(*map(_sections, dotted))
-
-
-def _sections(dotted: str) -> set[str]:
-    """The section of a key, and the one that was probably meant if there is none of that name."""
-    section = dotted.partition(".")[0]
-    return {section} if section in _SECTIONS else {section, suggest.nearest(section, _SECTIONS) or section}
+        for key in dotted:
+            unsure.add(key)
 
 
 def _put_variable(tree: dict[str, Any], name: str, dotted: str, text: str) -> None:
@@ -175,7 +201,7 @@ def _is_secret(name: str) -> bool:
     return _SECRET.search(unquote(name)) is not None
 
 
-def _converted(tree: dict[str, Any], origin: str, problems: list[str], unsure: set[str]) -> Config:
+def _converted(tree: dict[str, Any], origin: str, problems: list[str], unsure: _Unsure) -> Config:
     """Adds each value of the wrong type to the problems; such a key is left out."""
     while True:
         try:
@@ -183,9 +209,10 @@ def _converted(tree: dict[str, Any], origin: str, problems: list[str], unsure: s
         except msgspec.ValidationError as error:  # it names the first
             problems.append(f"{origin}: {_readable(str(error))}")
             if (dotted := _without(tree, str(error))) is not None:
-                unsure |= _sections(dotted)
+                unsure.add(dotted)
             else:
-                unsure.update(_SECTIONS)
+                for section in _SECTIONS:
+                    unsure.add(section)
                 return Config()
 
 
@@ -207,7 +234,7 @@ def _value_alone(dotted: str, text: str, where: str) -> Any:
     tree: dict[str, Any] = {}
     _put(tree, dotted, parse_yaml(text, where), where)
     problems: list[str] = []
-    config = _converted(tree, where, problems, set())
+    config = _converted(tree, where, problems, _Unsure())
     if problems:
         raise ConfigError(as_one(problems))
     rules.check(config, where)

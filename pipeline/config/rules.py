@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from ipaddress import IPv6Address
 from math import inf
+from typing import Any, cast
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice.pipeline.config.suggest import did_you_mean
@@ -24,7 +26,50 @@ def complaints(config: Config) -> list[str]:
     """Every rule that does not hold; those between keys are asked once each key's own rules hold."""
     if found := _alone(config):
         return found
-    return [complaint for rules in (_flow, _policy_and_others) for holds, complaint in rules(config) if not holds]
+    return [complaint for rules in _BETWEEN for holds, complaint in rules(config) if not holds]
+
+
+def between_sure_keys(config: Config, unsure: Collection[str]) -> tuple[list[str], bool]:
+    """Rules between keys that don't hold whatever is meant by the unsure keys; and whether others weren't asked.
+
+    `unsure`: dotted keys and whole sections. Sections that break a rule by themselves count as unsure too.
+    """
+    wrong, usual = at_fault(config), Config()
+    reads = _Reads(replace(config, **{name: getattr(usual, name) for name in wrong}))
+    unsure, found, skipped = {*unsure, *wrong}, list[str](), False
+    for rules in _BETWEEN:
+        shared: set[str] | None = None
+        for holds, complaint in rules(cast(Config, reads)):
+            read = reads.taken()
+            shared = read if shared is None else shared  # read before the first one, for all of them
+            if not unsure.isdisjoint(read | shared):
+                skipped = True
+            elif not holds:
+                found.append(complaint)
+    return found, skipped
+
+
+class _Reads:
+    """A configuration that remembers which of its keys were read: as section.key, and as the section alone."""
+
+    def __init__(self, config: Any, section: str = "", read: set[str] | None = None) -> None:
+        self._config, self._section, self._read = config, section, set[str]() if read is None else read
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._config, name)
+        if not self._section and isinstance(value, Struct):
+            return _Reads(value, name, self._read)
+        fields = self._config.__struct_fields__
+        keys = [name] if name in fields else fields  # a property reads any of them
+        self._read.update(f"{self._section}.{key}" if self._section else key for key in keys)
+        self._read.update([self._section] if self._section else [])
+        return value
+
+    def taken(self) -> set[str]:
+        """What was read since the last call."""
+        taken = set(self._read)
+        self._read.clear()
+        return taken
 
 
 def sure_complaints(config: Config, unsure: Collection[str]) -> dict[str, set[str]]:
@@ -203,58 +248,58 @@ def _sequences_for_a_batch(config: Config) -> int:
     return producer.samples_per_version + held + rest
 
 
-def _flow(config: Config) -> list[tuple[bool, str]]:
-    producer, worker, needed = config.producer, config.worker, _sequences_for_a_batch(config)
+def _flow(config: Config) -> Iterator[tuple[bool, str]]:
+    producer, worker = config.producer, config.worker
+    yield (
+        not config.trainer.external or config.trainer.max_versions is None,
+        "trainer.max_versions applies to the built-in trainer, which trainer.external turns off; end your own loop "
+        "instead",
+    )
     groups = producer.samples_per_version // producer.group_size
+    yield (
+        config.trainer.minibatches <= max(1, groups),
+        f"trainer.minibatches {config.trainer.minibatches} is above {groups}, the groups in a batch "
+        "(producer.samples_per_version / producer.group_size); lower it",
+    )
+    yield (
+        worker.renew_s * 2 <= worker.lease_s,
+        f"worker.renew_s {worker.renew_s} must be at most half of worker.lease_s {worker.lease_s}, "
+        "or one missed renewal loses the lease",
+    )
+    needed = _sequences_for_a_batch(config)
+    yield (
+        producer.max_in_flight >= needed,
+        f"producer.max_in_flight {producer.max_in_flight} is below {needed}, which a step may need "
+        "(samples_per_version, and what consumers hold): the trainer's batch could never fill; raise it",
+    )
+    needed = _sequences_for_a_batch(config)  # again: what is read since the last rule is what this one reads
+    yield (
+        (producer.max_staleness + 1) * producer.samples_per_version * config.trainer.publish_every >= needed,
+        f"producer.max_staleness {producer.max_staleness} admits fewer than the {needed} sequences that a step may "
+        "need with these consumers; raise it",
+    )
     held = producer.max_in_flight + producer.samples_per_version * config.trainer.checkpoint_every
-    return [
-        (
-            not config.trainer.external or config.trainer.max_versions is None,
-            "trainer.max_versions applies to the built-in trainer, which trainer.external turns off; end your own loop "
-            "instead",
-        ),
-        (
-            config.trainer.minibatches <= max(1, groups),
-            f"trainer.minibatches {config.trainer.minibatches} is above {groups}, the groups in a batch "
-            "(producer.samples_per_version / producer.group_size); lower it",
-        ),
-        (
-            worker.renew_s * 2 <= worker.lease_s,
-            f"worker.renew_s {worker.renew_s} must be at most half of worker.lease_s {worker.lease_s}, "
-            "or one missed renewal loses the lease",
-        ),
-        (
-            producer.max_in_flight >= needed,
-            f"producer.max_in_flight {producer.max_in_flight} is below {needed}, which a step may need "
-            "(samples_per_version, and what consumers hold): the trainer's batch could never fill; raise it",
-        ),
-        (
-            (producer.max_staleness + 1) * producer.samples_per_version * config.trainer.publish_every >= needed,
-            f"producer.max_staleness {producer.max_staleness} admits fewer than the {needed} sequences that a step may "
-            "need with these consumers; raise it",
-        ),
-        (
-            held <= MOST_IN_BROKER,
-            f"the broker may hold {held:,} sequences at once (producer.max_in_flight + trainer.checkpoint_every x "
-            f"producer.samples_per_version), more than {MOST_IN_BROKER:,}: steps keep theirs there until a checkpoint "
-            "holds them; lower trainer.checkpoint_every or producer.max_in_flight",
-        ),
-        (
-            producer.samples_per_version % (config.consumer.count * producer.group_size) == 0,
-            f"producer.samples_per_version {producer.samples_per_version} must be a multiple of "
-            f"consumer.count x producer.group_size = {config.consumer.count} x {producer.group_size}",
-        ),
-        (
-            worker.drain_s < config.up.stop_grace_s,
-            f"worker.drain_s {worker.drain_s} must be below up.stop_grace_s {config.up.stop_grace_s}, "
-            "or a draining worker is cut off before it hands its jobs back",
-        ),
-        (
-            config.weights.retention >= producer.max_staleness + 2,
-            f"weights.retention {config.weights.retention} must be >= producer.max_staleness + 2 "
-            f"= {producer.max_staleness + 2}",
-        ),
-    ]
+    yield (
+        held <= MOST_IN_BROKER,
+        f"the broker may hold {held:,} sequences at once (producer.max_in_flight + trainer.checkpoint_every x "
+        f"producer.samples_per_version), more than {MOST_IN_BROKER:,}: steps keep theirs there until a checkpoint "
+        "holds them; lower trainer.checkpoint_every or producer.max_in_flight",
+    )
+    yield (
+        producer.samples_per_version % (config.consumer.count * producer.group_size) == 0,
+        f"producer.samples_per_version {producer.samples_per_version} must be a multiple of "
+        f"consumer.count x producer.group_size = {config.consumer.count} x {producer.group_size}",
+    )
+    yield (
+        worker.drain_s < config.up.stop_grace_s,
+        f"worker.drain_s {worker.drain_s} must be below up.stop_grace_s {config.up.stop_grace_s}, "
+        "or a draining worker is cut off before it hands its jobs back",
+    )
+    yield (
+        config.weights.retention >= producer.max_staleness + 2,
+        f"weights.retention {config.weights.retention} must be >= producer.max_staleness + 2 "
+        f"= {producer.max_staleness + 2}",
+    )
 
 
 def policy_warnings(config: Config) -> list[str]:
@@ -438,53 +483,53 @@ def _scorer_counts(config: Config) -> list[tuple[bool, str]]:
     ]
 
 
-def _policy_and_others(config: Config) -> list[tuple[bool, str]]:
+def _policy_and_others(config: Config) -> Iterator[tuple[bool, str]]:
     policy, size = config.policy, config.producer.group_size
     batch = config.producer.samples_per_version
     by_group = policy.advantage not in ("reward", "reinforce_pp")
     processed, sampling = config.worker.logprobs_mode == "processed", config.sampling
     plain = sampling.top_p == 1 and sampling.top_k == 0 and sampling.repetition_penalty == 1
-    return [
-        (
-            not processed or config.worker.backend == "hf",
-            "worker.logprobs_mode processed needs worker.backend hf: vLLM's decode and re-score agree only on raw "
-            "logprobs; set it to raw",
-        ),
-        (
-            not processed or plain,
-            "worker.logprobs_mode processed supports a temperature only: a token that top_p, top_k or a penalty "
-            "excludes under the next version has no logprob there; set sampling.top_p 1, top_k 0, repetition_penalty 1",
-        ),
-        (
-            policy.reference is None or config.scorer.count > 0,
-            f"policy.{'loss dpo' if policy.by_pairs else f'kl_coef {policy.kl_coef}'} needs scorer.count of at least "
-            "1: scorers score the reference",
-        ),
-        (
-            not policy.enabled or not policy.by_pairs or size >= 2,
-            f"producer.group_size {size} must be at least 2 with policy.loss dpo, which compares the best of a group "
-            "with its worst; raise it",
-        ),
-        (
-            not policy.by_pairs or not config.trainer.dropout,
-            "policy.loss dpo with trainer.dropout: pairs are compared without it; switch it off",
-        ),
-        (
-            policy.mismatch == "none" or not config.trainer.dropout,
-            f"policy.mismatch {policy.mismatch} with trainer.dropout: dropout would be measured too; switch one off",
-        ),
-        (
-            not policy.enabled or not by_group or size >= 2,
-            f"producer.group_size {size} must be at least 2 with policy.advantage {policy.advantage}, or every "
-            "advantage is 0; raise it, or set policy.advantage to reward",
-        ),
-        (
-            not policy.enabled or policy.advantage != "reinforce_pp" or batch >= 2,
-            f"producer.samples_per_version {batch} must be at least 2 with policy.advantage reinforce_pp, or every "
-            "advantage is 0; raise it, or set policy.advantage to reward",
-        ),
-    ]
+    yield (
+        not processed or config.worker.backend == "hf",
+        "worker.logprobs_mode processed needs worker.backend hf: vLLM's decode and re-score agree only on raw "
+        "logprobs; set it to raw",
+    )
+    yield (
+        not processed or plain,
+        "worker.logprobs_mode processed supports a temperature only: a token that top_p, top_k or a penalty "
+        "excludes under the next version has no logprob there; set sampling.top_p 1, top_k 0, repetition_penalty 1",
+    )
+    yield (
+        policy.reference is None or config.scorer.count > 0,
+        f"policy.{'loss dpo' if policy.by_pairs else f'kl_coef {policy.kl_coef}'} needs scorer.count of at least "
+        "1: scorers score the reference",
+    )
+    yield (
+        not policy.enabled or not policy.by_pairs or size >= 2,
+        f"producer.group_size {size} must be at least 2 with policy.loss dpo, which compares the best of a group "
+        "with its worst; raise it",
+    )
+    yield (
+        not policy.by_pairs or not config.trainer.dropout,
+        "policy.loss dpo with trainer.dropout: pairs are compared without it; switch it off",
+    )
+    yield (
+        policy.mismatch == "none" or not config.trainer.dropout,
+        f"policy.mismatch {policy.mismatch} with trainer.dropout: dropout would be measured too; switch one off",
+    )
+    yield (
+        not policy.enabled or not by_group or size >= 2,
+        f"producer.group_size {size} must be at least 2 with policy.advantage {policy.advantage}, or every "
+        "advantage is 0; raise it, or set policy.advantage to reward",
+    )
+    yield (
+        not policy.enabled or policy.advantage != "reinforce_pp" or batch >= 2,
+        f"producer.samples_per_version {batch} must be at least 2 with policy.advantage reinforce_pp, or every "
+        "advantage is 0; raise it, or set policy.advantage to reward",
+    )
 
+
+_BETWEEN = (_flow, _policy_and_others)
 
 REWARD_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}"
 MAX_REWARD_PARTS = 32  # of one run: each is a metric

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from sluice.pipeline.config.load import hide_password
+from sluice.pipeline.config.load import RESOLVED, hide_password, is_run
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.files import write_atomic
@@ -47,6 +47,15 @@ def store_origin(config: Config, run_dir: Path, *, is_embedded: bool) -> None:
         hidden_url=shown if shown != url and not is_embedded else None,
     )
     write_atomic(run_dir / ORIGIN, msgspec.json.format(msgspec.json.encode(origin)))
+
+
+def named_run(given: Path | None) -> Path | None:
+    """The directory of the run that `-c` names, by itself or by the configuration stored in it."""
+    if given is None:
+        return None
+    if is_run(given):
+        return given
+    return given.parent if given.name == RESOLVED and (given.parent / ORIGIN).is_file() else None
 
 
 def placed(config: Config, directory: Path) -> Config:

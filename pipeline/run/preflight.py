@@ -27,7 +27,7 @@ from sluice.pipeline.broker import connection as connections
 from sluice.pipeline.broker.embedded import find_server
 from sluice.pipeline.child_process import tethered
 from sluice.pipeline.config import Config
-from sluice.pipeline.config.load import Found, read_config
+from sluice.pipeline.config.load import UNASKED, Found, read_config
 from sluice.pipeline.errors import BrokerError, ConfigError, DataError, ModelError, NotReady, SluiceError, as_one
 from sluice.pipeline.prompts.rows import is_parquet
 from sluice.pipeline.roles import ROLES, Input, RoleName
@@ -104,6 +104,8 @@ class FirstRow(msgspec.Struct, frozen=True, kw_only=True):
 def examine_config(found: Found, origin: str) -> list[Check]:
     """One check for each problem, or the one that passed."""
     bad = [Check(name="config", ok=False, says=one, exit_code=ConfigError.exit_code) for one in found.problems]
+    if bad and found.unasked:
+        bad.append(Check(name="config", ok=True, says=UNASKED, is_note=True))
     return bad or [Check(name="config", ok=True, says=origin)]
 
 
@@ -155,7 +157,8 @@ def examine_inputs(
 def refuse(checks: Sequence[Check]) -> None:
     """Raise NotReady with every problem, if there is one."""
     if bad := [check for check in checks if not check.ok]:
-        raise NotReady(as_one([check.says for check in bad], "problems; nothing was started"), worst(bad))
+        more = "".join(f"\n{check.says}" for check in checks if check.name == "config" and check.is_note)
+        raise NotReady(as_one([check.says for check in bad], "problems; nothing was started") + more, worst(bad))
 
 
 def own_functions(config: Config) -> dict[str, Any]:

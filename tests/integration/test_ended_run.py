@@ -217,7 +217,8 @@ def test_a_run_that_was_renamed_shows_no_counts_of_its_new_name(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     provenance.store(config, tmp_path / "kept")
-    for command in (["status", str(tmp_path / "kept")], ["status", "-c", str(tmp_path / "kept")]):
+    kept = str(tmp_path / "kept")
+    for command in (["status", kept], ["status", "-c", kept], ["status", "-c", f"{kept}/config.resolved.yaml"]):
         assert call(*command) == 2
         assert f"kept was renamed from {RUN}, the run's name in its broker" in capsys.readouterr().err
 
@@ -308,6 +309,28 @@ async def test_the_dashboard_shows_it_and_follows_the_run_when_it_is_back(config
         if serving.returncode is None:
             serving.kill()
             await serving.wait()
+
+
+async def test_the_dashboard_of_a_renamed_run_shows_what_its_broker_stored(config: Config, tmp_path: Path) -> None:
+    provenance.store(config, tmp_path / "kept")
+    shutil.copytree(config.broker.embedded_dir, tmp_path / "kept" / "broker")
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "sluice.pipeline.cli.main", "dashboard", str(tmp_path / "kept")]
+    serving = await asyncio.create_subprocess_exec(*command, "--set", f"dashboard.port={port}")
+    url = f"http://127.0.0.1:{port}"
+
+    async def shows_stored() -> bool:
+        return "invalid_request" in await read(url + "/dead-letters")
+
+    try:
+        await eventually(holds(shows_stored), "the dead letters of the run's own name", 60)
+        page = await read(url + "/")
+        assert f'title="The run\'s name">{RUN}</span>' in page
+        assert f'{tmp_path / "kept"}">in kept</span>' in page
+    finally:
+        serving.terminate()
+        await asyncio.wait_for(serving.wait(), 60)
 
 
 def test_a_second_dashboard_has_a_port_of_its_own() -> None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from sluice.pipeline.config import load_config, resolved_yaml
-from sluice.pipeline.config.load import hide_password, read_config
+from sluice.pipeline.config.load import UNASKED, hide_password, read_config
 from sluice.pipeline.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
@@ -91,7 +91,7 @@ worker: *x
     with pytest.raises(ConfigError) as caught:
         load_config(write(tmp_path, text), ["worker.cuont=3", "nonsense"], {"SLUICE_METRICS_PORT": "x"})
     head, *lines = str(caught.value).splitlines()
-    assert (head, len(lines)) == ("11 problems", 11)
+    assert (head, len(lines), lines[-1]) == ("11 problems", 12, UNASKED)
     for word in ("METRICS_PORT", "--set worker.cuont=3", "--set 'nonsense'", "'worker'", "'learning_rate'",
                  "trainer.warmup_steps: Expected `int`", "images.roots[1]", "repeat_terminate.min_tokens",
                  "rollout_matching.fp_cost", "unknown key shared", "unknown key worker.leese_s"):  # fmt: skip
@@ -275,5 +275,18 @@ def test_a_value_of_the_wrong_type_hides_no_rule_of_another_section(tmp_path: Pa
     assert "consumer.count must be > 0, got -1" in ruled
     assert {"worker", "consumer"} <= found.unsure
     assert len(read_config(write(tmp_path, "producer: 3"), ["data.epochs=0"], {}).problems) == 2
-    between = read_config(None, ["worker.renew_s=abc", "producer.max_in_flight=1"], {})
-    assert len(between.problems) == 1, "rules between keys would judge a default"
+
+
+def test_rules_between_keys_are_asked_unless_one_of_them_is_unsure() -> None:
+    found = read_config(None, ["worker.renew_s=abc", "producer.max_in_flight=1"], {})
+    assert [any(word in one for one in found.problems) for word in ("worker.renew_s:", "max_in_flight 1")] == [True] * 2
+    for unsure in ("producer.max_staleness=abc", "producer.max_stalenes=3"):
+        found = read_config(None, ["weights.retention=1", "trainer.minibatches=999", unsure], {})
+        assert len(found.problems) == 2, "the default of max_staleness would be judged"
+        assert "trainer.minibatches 999 is above" in found.problems[1]
+        assert found.unasked
+    with pytest.raises(ConfigError, match="rules that read these keys too are checked once this is fixed"):
+        load_config(None, ["weights.retention=1", "producer.max_staleness=abc"], {})
+    found = read_config(None, ["consumer.count=0", "weights.retention=1"], {})
+    assert len(found.problems) == 2, "a rule that divides by the count is left out"
+    assert not read_config(None, ["images.max_bm=3"], {}).unasked

@@ -11,7 +11,7 @@ from sluice.pipeline.run.provenance import store
 
 def test_the_run_s_own_configuration_is_shown_as_it_is_now(tmp_path: Path) -> None:
     given = Config(run="r", run_dir=str(tmp_path))
-    shown = RunConfig(given)
+    shown = RunConfig(given, tmp_path / "r")
     config, origin = shown.read()
     assert (config, "the run has no config.resolved.yaml" in origin) == (given, True)
     for size in (4, 16):

@@ -68,12 +68,16 @@ def test_a_directory_of_runs_shows_its_newest_wherever_it_was_moved(tmp_path: Pa
     (new / "broker").mkdir()
     (new / "config.resolved.yaml").write_text("run: first\nrun_dir: /elsewhere\n")
     os.utime(tmp_path / "old" / "metrics.jsonl", (1, 1))
-    config = chosen_run(Config(), [tmp_path])
-    assert (config.run, config.run_dir) == ("new", str(tmp_path.resolve()))
+    config, directory = chosen_run(Config(), [tmp_path])
+    assert directory == new.resolve()
+    assert (config.run, config.run_dir) == ("first", str(tmp_path.resolve()))
     assert config.broker.embedded_dir == str(new.resolve() / "broker")
-    assert chosen_run(Config(), [tmp_path / "old"]).run == "old"
+    assert chosen_run(Config(), [tmp_path / "old"])[0].run == "old"
+    (tmp_path / "old" / "config.resolved.yaml").write_text("run: first")
+    config, directory = chosen_run(Config(), [tmp_path / "old"])
+    assert (config.run, directory.name) == ("first", "old"), "its broker has it under the name that it was started with"
     secret = BrokerConfig(url="redis://:secret@elsewhere:6379/0")
-    assert chosen_run(Config(broker=secret), [tmp_path]).broker.url == secret.url, "no run stores a password"
+    assert chosen_run(Config(broker=secret), [tmp_path / "new"])[0].broker.url == secret.url, "no run stores a password"
     with pytest.raises(ConfigError, match="no run and holds none"):
         chosen_run(Config(), [tmp_path / "new", tmp_path / "nowhere"])
 
