@@ -185,13 +185,15 @@ def _sums(now: Snapshot, monitor: Monitor) -> list[Sum]:
     version = NOTHING if now.latest_version is None else f"v{now.latest_version}"
     most = now.credit.max_sequences
     room = f"{most:,} at most" if most is not None and not now.complete else ""
+    of_data = "" if now.total is None else f"of {now.total:,} in the data"
+    stepped = f"{now.stepped:,} stepped, waiting for a checkpoint" if now.stepped else ""
     is_live = monitor.stored_at is None and any(row.is_alive and not row.is_onlooker for row in now.processes)
 
     def speed(name: str, unit: str) -> str:
         return f"{rate(monitor.rates.per_s(name))} {unit}" if is_live else ""
 
     found = [
-        Sum("Trained", f"{now.trained:,}", "" if now.total is None else f"of {now.total:,} in the data"),
+        Sum("Trained", f"{now.trained:,}", "; ".join(filter(None, (of_data, stepped)))),
         Sum("In flight", f"{now.credit.sequences:,}", room),
         Sum("Step", NOTHING if step is None else f"{step.step:,}", speed("trained", "seq/s")),
         Sum("Weights", version, _served(now) if is_live else ""),

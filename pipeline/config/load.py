@@ -110,8 +110,8 @@ def read_config(
     alone = rules.sure_complaints(config, judged.sections)
     between, unasked = rules.between_sure_keys(config, judged.keys)
     unasked = unasked or bool(judged.sections & rules.at_fault(config))
+    at_fault = set[str]().union(*alone.values()) if problems else rules.at_fault(config)
     problems += [f"{origin}: {complaint}" for complaint in (*alone, *between)]
-    at_fault = rules.at_fault(config) if problems else set[str]()
     return Found(config, problems, frozenset(unsure.sections | at_fault), unasked)
 
 

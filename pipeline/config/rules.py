@@ -77,7 +77,7 @@ def sure_complaints(config: Config, unsure: Collection[str]) -> dict[str, set[st
     usual = Config()
     without = {name: _alone(replace(config, **{name: getattr(usual, name)})) for name in config.__struct_fields__}
     at_fault = {one: {name for name, others in without.items() if one not in others} for one in _alone(config)}
-    return {one: names for one, names in at_fault.items() if names and names.isdisjoint(unsure)}
+    return {one: names for one, names in at_fault.items() if names.isdisjoint(unsure) and (names or not unsure)}
 
 
 def at_fault(config: Config) -> set[str]:

@@ -53,7 +53,7 @@ class Progress:
     def update(self, now: Snapshot) -> None:
         """Draw the newest state."""
         clock = time.monotonic()
-        self._seen.append((clock, now.tokens, now.ended))
+        self._seen.append((clock, now.tokens, now.ended + now.stepped))
         while len(self._seen) > 2 and clock - self._seen[0][0] > _RATE_WINDOW_S:
             self._seen.popleft()
         if self.live:
@@ -69,7 +69,7 @@ class Progress:
             "enqueued": f"{now.enqueued}{total}",
             "decoded": str(now.committed),
             "matched": str(now.accepted),
-            "trained": str(now.trained),
+            "trained": f"{now.trained}+{now.stepped}" if now.stepped else str(now.trained),
             "dead": str(now.dead),
             "dropped": str(now.dropped),
             "tokens/s": f"{self._rate(1):.0f}",
@@ -92,7 +92,7 @@ class Progress:
         goal = now.total if now.total is not None else now.enqueued
         if now.complete:
             return "done"
-        return f"{(goal - now.ended) / rate:.0f} s" if rate > 0 else "-"
+        return f"{(goal - now.ended - now.stepped) / rate:.0f} s" if rate > 0 else "-"
 
     def _panel(self, now: Snapshot) -> Panel:
         flow = Table.grid(padding=(0, 2))

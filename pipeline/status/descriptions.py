@@ -115,6 +115,12 @@ def guard_counts(now: Snapshot) -> tuple[int, int]:
     return ended, saved
 
 
+def stepped(now: Snapshot, *, brief: bool = False) -> str:
+    """The term beside what was trained, of sequences whose step no checkpoint holds yet; empty without any."""
+    why = "" if brief else " (waiting for a checkpoint)"
+    return f" + stepped {now.stepped:,}{why}" if now.stepped else ""
+
+
 def policy(now: Snapshot) -> str:
     """The newest step of a policy loss; empty if there is none."""
     found = {name.removeprefix("policy/"): value for name, value in now.metrics.items() if name.startswith("policy/")}
@@ -357,7 +363,11 @@ def stage_text(now: Snapshot, stage: Stage) -> StageText:
     if stage.name == "results":
         return _stream(stage, rate, ("result", "results"), "the consumers")
     if stage.name == "batches":
-        return _stream(stage, rate, ("batch", "batches"), "the trainer")
+        batches = _stream(stage, rate, ("batch", "batches"), "the trainer")
+        if not now.stepped:
+            return batches
+        kept = f"{counted(now.stepped, 'sequence')} stepped, waiting for a checkpoint"
+        return batches._replace(more=f"{batches.more}; {kept}" if batches.more else kept)
     if stage.name == "weights":
         return _weights(now, stage)
     return StageText(f"{stage.count or 0} alive", rate, *_role(now, stage))

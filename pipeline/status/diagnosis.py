@@ -26,7 +26,7 @@ from sluice.pipeline.wire.keys import Keys
 APART_S = 1.0  # between the two snapshots
 _ANSWER_S = 3.0  # a reachable broker answers sooner
 _DEADLINE_S = 15.0
-_COUNTS = ("tokens", "enqueued", "committed", "accepted", "trained", "dead", "dropped")
+_COUNTS = ("tokens", "enqueued", "committed", "accepted", "trained", "stepped", "dead", "dropped")
 
 
 VerdictState = Literal["complete", "idle", "moving", "working", "waiting", "stopped", "killed", "stalled", "failed"]

@@ -31,6 +31,8 @@ class Rates:
     def add(self, now: Snapshot) -> None:
         """Add the newest snapshot; one that isn't newer than the last is ignored."""
         counts = {name: int(getattr(now, name)) for name in COUNTS}
+        counts["trained"] += now.stepped  # a checkpoint would let them jump
+        counts["ended"] += now.stepped
         if self._seen and any(counts[name] < old for name, old in self._seen[-1][1].items()):
             self._seen.clear()
         if self._seen and now.at <= self._seen[-1][0]:
@@ -84,7 +86,7 @@ class Rates:
         now = self._now
         if now is None:
             return None
-        left = (now.total if now.total is not None else now.enqueued) - now.ended
+        left = (now.total if now.total is not None else now.enqueued) - now.ended - now.stepped
         if now.complete or (now.total is not None and left <= 0):
             return 0.0
         rate = self.per_s("ended", 60.0)

@@ -20,6 +20,7 @@ from sluice.pipeline.status.descriptions import (
     guard,
     policy,
     stall_text,
+    stepped,
     verdict_text,
     waits,
 )
@@ -116,8 +117,8 @@ def _sums(now: Snapshot) -> list[list[str]]:
     rows = [
         [
             "sequences",
-            f"enqueued {now.enqueued:,}{total} = trained {now.trained:,} + dead {now.dead:,} + dropped {now.dropped:,} "
-            f"+ in flight {now.credit.sequences:,}",
+            f"enqueued {now.enqueued:,}{total} = trained {now.trained:,}{stepped(now)} + dead {now.dead:,} "
+            f"+ dropped {now.dropped:,} + in flight {now.credit.sequences:,}",
         ]
     ]
     depth = now.depth

@@ -15,7 +15,7 @@ from rich.text import Text
 from sluice.pipeline.config import Config
 from sluice.pipeline.errors import BrokerError, DataError
 from sluice.pipeline.roles import colour, position
-from sluice.pipeline.status.descriptions import condition, doing, stage_text, stall_text, verdict_text
+from sluice.pipeline.status.descriptions import condition, doing, stage_text, stall_text, stepped, verdict_text
 from sluice.pipeline.status.snapshot import CreditUse, Process, Snapshot
 from sluice.pipeline.status.stages import Stage, StageState, is_optional, stages
 from sluice.pipeline.status.text import length
@@ -126,8 +126,8 @@ def _silence(view: View) -> str:
 def _counts(now: Snapshot) -> str:
     total = f" of {now.total:,}" if now.total is not None else ""
     return (
-        f"enqueued {now.enqueued:,}{total} = trained {now.trained:,} + dead {now.dead:,} + dropped {now.dropped:,} "
-        f"+ in flight {now.credit.sequences:,}"
+        f"enqueued {now.enqueued:,}{total} = trained {now.trained:,}{stepped(now, brief=True)} + dead {now.dead:,} "
+        f"+ dropped {now.dropped:,} + in flight {now.credit.sequences:,}"
     )
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from sluice.pipeline.status.descriptions import condition, credit, stall_text, waits
+from sluice.pipeline.status.descriptions import condition, credit, stage_text, stall_text, waits
+from sluice.pipeline.status.diagnosis import verdict
+from sluice.pipeline.status.rates import Rates
 from sluice.pipeline.status.report import as_text
 from sluice.pipeline.status.snapshot import CreditUse, Depth, Lag, Lease, Process, Snapshot
+from sluice.pipeline.status.stages import stages
 from sluice.pipeline.status.stalls import stalls
 from sluice.pipeline.status.text import length
 
@@ -34,6 +37,20 @@ def state(**changes: Any) -> Snapshot:
 
 def findings(now: Snapshot) -> list[str]:
     return [stall_text(now, stall).says for stall in stalls(now)]
+
+
+def test_what_stepped_waits_for_a_checkpoint_and_counts_as_movement() -> None:
+    now = state(at=100.0, stepped=3)
+    assert "trained 4 + stepped 3 (waiting for a checkpoint) + dead" in as_text(now)
+    rates = Rates()
+    rates.add(state(at=98.0))
+    rates.add(now)
+    assert rates.per_s("trained") == 1.5
+    [batches] = [stage for stage in stages(now, rates) if stage.name == "batches"]
+    assert stage_text(now, batches).more.endswith("3 sequences stepped, waiting for a checkpoint")
+    assert verdict(state(at=99.0), now).moved == {"stepped": 3}
+    rates.add(state(at=101.0, trained=7))
+    assert rates.per_s("trained", 1.0) == 0, "a checkpoint holds at once what was stepped before"
 
 
 def test_the_sum_comes_first_and_the_processes_in_the_order_of_the_flow() -> None:
