@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,53 @@ def text_decoder(renderer: Renderer) -> Callable[[Sequence[int]], str]:
     """Token ids to text without special tokens."""
     tokenizer = renderer.tokenizer
     return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def token_namer(renderer: Renderer) -> Callable[[int], dict[str, Any]]:
+    """A token id to its `token` and `bytes` in OpenAI's logprobs; the bytes of a text's tokens are the text's."""
+    to_bytes = _token_bytes(renderer.tokenizer)
+
+    def named(token: int) -> dict[str, Any]:
+        raw = to_bytes(token)
+        return {"token": raw.decode(errors="replace"), "bytes": list(raw)}
+
+    return named
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"  # how SentencePiece writes it
+
+
+def _token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
+    """By the tokenizer's own decoder, since text can't show a part of a character."""
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    if core is None or core.decoder is None:
+        return lambda token: str(tokenizer.decode([token])).encode()
+    decoder = core.decoder.__getstate__()
+    alphabet = _byte_alphabet() if b'"ByteLevel"' in decoder else None
+    has_bytes = b'"ByteFallback"' in decoder
+    added = {token: one.content for token, one in tokenizer.added_tokens_decoder.items()}
+
+    def to_bytes(token: int) -> bytes:
+        if token in added:
+            return added[token].encode()
+        if (piece := core.id_to_token(token)) is None:  # padding of the embedding table
+            return b""
+        if alphabet is not None:
+            return b"".join(alphabet.get(one) or one.encode() for one in piece)
+        if has_bytes and (byte := _BYTE.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        return piece.replace(_SPACE, " ").encode()
+
+    return to_bytes
+
+
+def _byte_alphabet() -> dict[str, bytes]:
+    """GPT-2's characters for the 256 bytes: printable ones stand for themselves, the others follow from 256 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    codes = {**{byte: byte for byte in plain}, **{byte: 256 + place for place, byte in enumerate(others)}}
+    return {chr(code): bytes([byte]) for byte, code in codes.items()}
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -12,7 +12,8 @@ POST /infer/ {infer_requests, request_config} ─▶ infer ─▶ [Envelope]
 |-------------------------|------------------------------------------------------------------------------|
 | server, routes, service | the process and its ASGI application, its routes, their shared parts         |
 | openapi                 | examples and answers of the routes, for the page at /docs                    |
-| requests, refusals      | which requests are accepted, and the errors for the others                   |
+| requests, fields        | which requests are accepted: what is served, and every field that is not     |
+| refusals                | the errors                                                                   |
 | chat, infer, decoding   | a call from request to answer                                                |
 | turns, trajectory       | messages to turns, turns to training sequences                               |
 | tool_calls              | text to tool calls (pure)                                                    |

@@ -28,6 +28,8 @@ from sluice.producers.gateway.requests import ChatRequest
 
 DONE = b"data: [DONE]\n\n"
 DecodeText = Callable[[Sequence[int]], str]
+NameToken = Callable[[int], dict[str, Any]]
+"""Of a token id: `token` and `bytes` of an entry of OpenAI's logprobs."""
 
 _MOST_HELD = 256  # tokens; a character has at most 4 bytes, so these are all broken characters
 _FINISH: dict[FinishReason, str] = {
@@ -54,13 +56,13 @@ def chat_completion(
     results: Sequence[SequenceResult],
     *,
     model: str,
-    logprobs: bool = False,
+    logprobs: NameToken | None = None,
     created: int | None = None,
     messages: Sequence[Message] | None = None,
 ) -> dict[str, Any]:
     """One completion with a choice for each result, all for one prompt; plain values.
 
-    `created` is in Unix seconds (None: now). `logprobs`: add them to each choice; tokens are named `token_id:<id>`.
+    `created` is in Unix seconds (None: now). `logprobs`: add them to each choice, with these names.
     `messages`: the message of each choice (None: its text).
     Raises MessageError if there are no results, or one is an error without an answer.
     """
@@ -108,26 +110,26 @@ def finish_reason(result: SequenceResult, message: Message) -> str:
     return "tool_calls" if found == "stop" and message.get("tool_calls") else found
 
 
-def _choice(index: int, result: SequenceResult, message: Message, logprobs: bool) -> dict[str, Any]:
+def _choice(index: int, result: SequenceResult, message: Message, logprobs: NameToken | None) -> dict[str, Any]:
     return {
         "index": index,
         "message": message,
         "finish_reason": finish_reason(result, message),
-        "logprobs": openai_logprobs(result) if logprobs else None,
+        "logprobs": openai_logprobs(result, logprobs) if logprobs else None,
         "token_ids": list(result.token_ids),
         "repeat_terminate_triggered": repeat_terminate_triggered(result),
     }
 
 
-def openai_logprobs(result: SequenceResult) -> dict[str, Any]:
+def by_id(token: int) -> dict[str, Any]:
+    """`token_id:N`, as vLLM names tokens where it is asked for ids."""
+    return {"token": f"token_id:{token}", "bytes": None}
+
+
+def openai_logprobs(result: SequenceResult, name: NameToken) -> dict[str, Any]:
     """In OpenAI's format."""
     pairs = zip(result.token_ids, result.logprobs, strict=True)
-    return {
-        "content": [
-            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for token, logprob in pairs
-        ]
-    }
+    return {"content": [{**name(token), "logprob": logprob, "top_logprobs": []} for token, logprob in pairs]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class Answer:
     messages: Sequence[Message]
     rollout: dict[str, Any] | None = None  # rollout_id, turn, parent, resynced
 
-    def completion(self, *, logprobs: bool) -> dict[str, Any]:
+    def completion(self, *, logprobs: NameToken | None) -> dict[str, Any]:
         """The whole answer."""
         made = chat_completion(self.results, model=self.model, logprobs=logprobs, messages=self.messages)
         return made if self.rollout is None else {**made, "rollout": self.rollout}
@@ -155,7 +157,7 @@ class Chunks:
         """A piece of one choice."""
         return {**self._head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
 
-    def last(self, answer: Answer, *, logprobs: bool) -> Iterator[dict[str, Any]]:
+    def last(self, answer: Answer, *, logprobs: NameToken | None) -> Iterator[dict[str, Any]]:
         """How each choice ended, with its ids; the first one also has the answer's own fields."""
         whole = answer.completion(logprobs=logprobs)
         for choice in whole["choices"]:
@@ -203,8 +205,9 @@ class ChatStream:
         decode: DecodeText,
         marker: str | None,
         name: str,
+        logprobs: NameToken | None = None,
     ) -> None:
-        self._request = request
+        self._request, self._logprobs = request, logprobs
         self._chunks = Chunks(request.model, int(time.time()), f"chatcmpl-{name}")
         self._texts = [TextStream(decode, stop, marker) for _ in range(request.count)]
 
@@ -226,7 +229,7 @@ class ChatStream:
                 yield self._chunks.delta(index, content=text)
             if calls := tool_call_deltas(message):
                 yield self._chunks.delta(index, tool_calls=calls)
-        yield from self._chunks.last(answer, logprobs=bool(self._request.logprobs))
+        yield from self._chunks.last(answer, logprobs=self._logprobs)
         if self._request.wants_usage:
             yield self._chunks.usage(answer)
 

@@ -24,7 +24,7 @@ from sluice.pipeline.prompts.rows import check_messages
 from sluice.pipeline.wire.codec import lone_surrogate_in_json, too_wide
 from sluice.pipeline.wire.keys import tagged
 from sluice.pipeline.wire.messages import MAX_GROUP, DecodeJob, Message, SamplingParams, SequenceResult
-from sluice.producers.gateway.completion import chat_completion, repeat_terminate_triggered
+from sluice.producers.gateway.completion import by_id, chat_completion, repeat_terminate_triggered
 from sluice.producers.gateway.decoding import Decoding
 from sluice.producers.gateway.images import RequestImages, Taken
 from sluice.producers.gateway.refusals import Refusal
@@ -146,7 +146,7 @@ def read_call(body: bytes, limits: Limits | None = None) -> InferCall:
 
 def envelope(result: SequenceResult, *, model: str, logprobs: bool = False, created: int | None = None) -> Envelope:
     """One result as an envelope. Raises MessageError for one that isn't an answer (`chat_completion`)."""
-    response = chat_completion([result], model=model, logprobs=logprobs, created=created)
+    response = chat_completion([result], model=model, logprobs=by_id if logprobs else None, created=created)
     return Envelope(response=response, coordexp=CoordExp(repeat_terminate_triggered=repeat_terminate_triggered(result)))
 
 

@@ -1,7 +1,7 @@
 """A chat request as sent, and the part that workers support.
 
 - Omitted or null fields use the run's settings.
-- Harmless unknown fields are ignored; those that would change the answer are refused.
+- Every other field is refused by name (fields.py).
 - Images: images.py.
 """
 
@@ -13,51 +13,30 @@ import msgspec
 from pydantic import ConfigDict, Field, field_validator
 
 from sluice.pipeline.wire.messages import MAX_GROUP, Message, SamplingParams
+from sluice.producers.gateway import fields
+from sluice.producers.gateway.fields import ListedSchema
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.http.schemas import (
     MAX_ID_LENGTH,
     MAX_TOKENS_LIMIT,
     STOP,
     CompletionsRequest,
-    JsonObject,
-    Schema,
     TokenId,
 )
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_json": (),
-    "ignore_eos": (False,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "presence_penalty": (0,),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "tool_choice": ("auto", "none"),
-    "top_logprobs": (0,),
-    "web_search_options": (),
-}
-"""Fields that change the answer and are not honoured, with the values that change nothing; null is always one."""
 
-
-class StreamOptions(Schema):
+class StreamOptions(ListedSchema):
     """What a stream contains besides text."""
+
+    unserved = fields.STREAM
 
     include_usage: bool = Field(default=False, description="Send one more event before the end, with the token counts.")
 
 
-class ChatRequest(CompletionsRequest):
+class ChatRequest(ListedSchema, CompletionsRequest):
     """`POST /v1/chat/completions`. Omitted or null fields use the run's settings."""
+
+    unserved = fields.CHAT
 
     rollout_id: str | None = Field(  # type: ignore[assignment]
         default=None,
@@ -88,6 +67,12 @@ class ChatRequest(CompletionsRequest):
     logprobs: bool | None = Field(  # type: ignore[assignment]
         default=None, description="Also add OpenAI's form to each choice; the top-level `logprobs` is always there."
     )
+    return_token_ids: bool | None = Field(
+        default=None, description="vLLM's; the ids of the prompt and the answer are always there."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="Name the tokens of `logprobs` `token_id:N` instead of by their text."
+    )
     tool_choice: Any = Field(default=None, description='`"auto"`, or `"none"`: calls in the answer stay text.')
 
     def plain_messages(self) -> list[Message]:
@@ -116,12 +101,10 @@ class ChatRequest(CompletionsRequest):
 
     def check(self) -> None:
         """Raises Refusal (400) for unsupported options."""
-        sent: JsonObject = {**(self.model_extra or {}), "tool_choice": self.tool_choice}
-        for name, neutral in _NEUTRAL.items():
-            value = sent.get(name)
-            if value is not None and value not in neutral:
-                shown = f"; it may be {neutral[0]!r}" if neutral else ""
-                raise Refusal(400, f"{name} {value!r:.80} is not supported; remove it{shown}", name)
+        self.check_fields()
+        if self.stream_options is not None:
+            self.stream_options.check_fields("stream_options.")
+        fields.check_value(fields.TOOL_CHOICE, self.tool_choice, "tool_choice")
         if self.rollout_id is not None and self.count != 1:
             raise Refusal(400, f"n is {self.n}; a rollout's turn has one answer, so remove it", "n")
         if self.rollout_id is not None and not 1 <= len(self.rollout_id.strip()) <= MAX_ID_LENGTH:
@@ -147,7 +130,7 @@ class ChatRequest(CompletionsRequest):
             raise Refusal(400, f"{error}; correct or remove it", str(error).partition(" ")[0]) from error
 
 
-class FinishRequest(Schema):
+class FinishRequest(ListedSchema):
     """`POST /v1/rollout/{rollout_id}/finish`."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"final_status": "COMPLETED", "reward": 1.0}]})

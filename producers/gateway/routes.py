@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from sluice.pipeline.errors import MessageError, RequestError
 from sluice.pipeline.wire.messages import TokenDelta
-from sluice.producers.gateway.completion import Answer, ChatStream, with_error
+from sluice.producers.gateway.completion import Answer, ChatStream, by_id, with_error
 from sluice.producers.gateway.infer import encode_envelopes, read_call
 from sluice.producers.gateway.openapi import CHAT, CHAT_EXAMPLES, INFER, INFER_BODY, errors
 from sluice.producers.gateway.refusals import Refusal
@@ -82,7 +82,8 @@ def _add_chat(router: APIRouter, service: Service) -> None:
         Calls with the same `rollout_id` are the turns of one rollout: each call's messages begin with those of an
         earlier one and its answer. Other messages fork it. A repeated call gets the same answer.
 
-        Unlisted fields that would change the answer, such as `response_format`, are refused with 400.
+        Every field is served or refused by name with 400: OpenAI's and vLLM's that are not listed, such as
+        `response_format`, may have the value that changes nothing.
         """
         if body.rollout_id is None and x_rollout_id is not None:
             body = body.model_copy(update={"rollout_id": x_rollout_id})
@@ -136,16 +137,24 @@ def _add_models(router: APIRouter, names: Sequence[str]) -> None:
 
 async def _chat(service: Service, body: ChatRequest, request: Request) -> Response:
     sampling = service.chat.check(body)
+    names = None if not body.logprobs else by_id if body.return_tokens_as_token_ids else service.token_names
     async with AsyncExitStack() as held:
         held.enter_context(service.gate.enter())
         source = await held.enter_async_context(aclosing(service.chat.events(body, sampling)))
         first = await unless_gone(request, anext(source))  # refusals come before the first byte
         if isinstance(first, Answer) and not body.stream:
             _count(service, first)
-            whole = first.completion(logprobs=bool(body.logprobs))
+            whole = first.completion(logprobs=names)
             return Response(msgspec.json.encode(whole), media_type=JSON)
         marker = getattr(service.chat.parser, "marker", "") if body.parses_tools else None
-        stream = ChatStream(body, stop=sampling.stop, decode=service.decode, marker=marker, name=secrets.token_hex(12))
+        stream = ChatStream(
+            body,
+            stop=sampling.stop,
+            decode=service.decode,
+            marker=marker,
+            name=secrets.token_hex(12),
+            logprobs=names,
+        )
         events = with_error(stream.events(_from(service, first, source)))
         return _Events(events, held.pop_all())
     raise AssertionError("unreachable")
@@ -189,6 +198,7 @@ def rollout_routes(service: Service) -> APIRouter:
     @router.post(f"/v1/rollout/{ROLLOUT_ID}/finish", summary="End a rollout", **said)
     async def finish(rollout_id: Annotated[str, _ROLLOUT_ID], body: FinishRequest) -> Finished:
         """COMPLETED publishes its tokens for training, once; ERROR and CANCELLED drop them. May be repeated."""
+        body.check_fields()
         verdict = Verdict(final_status=body.final_status, reward=body.reward, truth=body.truth)
         return await _end(rollout_id, verdict)
 

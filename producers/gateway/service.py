@@ -28,7 +28,7 @@ from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.tool_calls import load_tool_parser
 from sluice.producers.gateway.trajectory import Closing
-from sluice.producers.tokenizer import text_decoder
+from sluice.producers.tokenizer import text_decoder, token_namer
 
 _PING_S = 2.0
 
@@ -50,6 +50,7 @@ class Service:
     metrics: Metrics
     limits: Limits
     decode: Callable[[Sequence[int]], str]  # token ids to text without special tokens
+    token_names: Callable[[int], dict[str, Any]]  # `token` and `bytes` of an entry of logprobs
 
     async def broker_answers(self) -> bool:
         """Whether it answers right now, without waiting for the client's retries."""
@@ -86,6 +87,7 @@ def make_service(
         gate=Gate(gateway.max_requests, metrics),
         limits=Limits.of_model(config.model.path, images=config.images.max_per_prompt, data_urls=True),
         decode=text_decoder(renderer),
+        token_names=token_namer(renderer),
         **parts,
     )
 

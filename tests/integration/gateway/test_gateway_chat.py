@@ -62,6 +62,10 @@ async def test_the_openai_client_is_answered_whole_and_in_a_stream(config: Confi
         assert whole.usage.completion_tokens == sum(
             len(choice.logprobs.content or []) for choice in whole.choices if choice.logprobs
         )
+        for choice in whole.choices:
+            entries = (choice.logprobs and choice.logprobs.content) or []
+            text = bytes(byte for entry in entries for byte in entry.bytes or []).decode(errors="replace")
+            assert (choice.message.content or "") in text, "the tokens' bytes are the text's"
         stream = await gateway.openai.chat.completions.create(
             **options, stream=True, stream_options={"include_usage": True}
         )
@@ -277,6 +281,8 @@ async def test_errors_say_where_and_never_repeat_what_was_sent(
             ({"messages": []}, 422, "messages"),
             ({"messages": [USER], "model": "gpt-9"}, 404, "model"),
             ({"messages": [USER], "logit_bias": {"1": 2}}, 400, "logit_bias"),
+            ({"messages": [USER], "bad_words": ["s3cret"]}, 400, "bad_words"),
+            ({"messages": [USER], "max_token": 3}, 400, "max_token"),
             ({"messages": [USER], "repetition_penalty": 0}, 400, "repetition_penalty"),
             ({"messages": [USER], "max_tokens": 1000}, 400, None),
         ):

@@ -52,6 +52,16 @@ def test_what_is_sent_counts() -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"store": True}, "store"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ({"stream_options": {"include_usge": True}}, "stream_options.include_usge"),
+        ({"max_token": 5}, "max_token"),
         ({"n": 2, "rollout_id": "r"}, "n"),
         ({"rollout_id": " "}, "rollout_id"),
     ],
@@ -62,10 +72,15 @@ def test_what_would_change_the_answer_is_refused_by_name(fields: dict[str, Any],
     assert (refused.value.status, refused.value.path) == (400, path)
 
 
-def test_harmless_fields_are_ignored() -> None:
+def test_labels_and_values_that_change_nothing_are_accepted() -> None:
     request(
         user="u",
         metadata={"a": "b"},
+        prompt_cache_key="k",
+        skip_special_tokens=True,
+        min_p=None,
+        stream_options={"include_usage": True, "include_obfuscation": False},
+        return_token_ids=True,
         parallel_tool_calls=True,
         store=False,
         service_tier="auto",
@@ -76,6 +91,21 @@ def test_harmless_fields_are_ignored() -> None:
         top_logprobs=0,
         tool_choice="none",
     ).check()
+
+
+def test_a_refusal_says_what_why_and_what_to_do() -> None:
+    with pytest.raises(Refusal) as refused:
+        request(min_p=0.1).check()
+    assert str(refused.value) == (
+        "min_p is not supported: the engines don't sample with it; use top_p or top_k, or remove it"
+    )
+    with pytest.raises(Refusal, match=r"there is no beam search; remove it \(it may be false\)"):
+        request(use_beam_search=True).check()
+    with pytest.raises(Refusal, match="max_token is not a field of this request; did you mean max_tokens"):
+        request(max_token=5).check()
+    with pytest.raises(Refusal) as refused:
+        request(**{"x" * 5000: 1}).check()
+    assert len(str(refused.value)) < 200
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.wire.messages import FinishReason, TokenDelta
 from sluice.pipeline.wire.tokens import FloatArray, TokenArray
-from sluice.producers.gateway.completion import DONE, Answer, ChatStream, finish_reason, with_error
+from sluice.producers.gateway.completion import DONE, Answer, ChatStream, by_id, finish_reason, with_error
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.requests import ChatRequest
 from tests.factories import sequence_result
@@ -33,7 +33,9 @@ async def chunks(*source: TokenDelta | Answer, marker: str | None = None, **fiel
             yield one
 
     request = ChatRequest.model_validate({"messages": MESSAGES, "stream": True, **fields})
-    stream = ChatStream(request, stop=(), decode=letters, marker=marker, name="n")
+    stream = ChatStream(
+        request, stop=(), decode=letters, marker=marker, name="n", logprobs=by_id if request.logprobs else None
+    )
     sent = [raw async for raw in stream.events(given())]
     assert sent.pop() == DONE
     return [json.loads(raw.removeprefix(b"data: ")) for raw in sent]

@@ -1,0 +1,184 @@
+"""Which fields a request may have: the allow-list of every route (docs/decisions/0050).
+
+| a field                      | is                                                                             |
+|------------------------------|--------------------------------------------------------------------------------|
+| of the request's own class   | served                                                                         |
+| in a table below, as `LABEL` | accepted with any value: it cannot change the answer                           |
+| in a table below             | accepted with a value that changes nothing (null is always one), else refused  |
+| anything else                | refused as unknown                                                             |
+
+The tables have every field of OpenAI's parameters and of vLLM's request classes that we don't serve; a test compares
+them with the installed vLLM.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import GetJsonSchemaHandler
+from pydantic_core import CoreSchema
+
+from sluice.producers.gateway.refusals import Refusal
+from sluice.producers.http.schemas import OpenSchema
+
+_SHOWN = 80  # characters of an unknown name
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What becomes of a field that the request's class doesn't have."""
+
+    why: str  # it isn't served
+    neutral: tuple[Any, ...] = ()  # values that change nothing
+    instead: str = ""  # what to do; empty: remove it
+
+
+LABEL = Rule("")
+"""It names, files or schedules the request; the answer is the same with any value."""
+
+_PENALTY = Rule("the engines don't sample with this penalty", (0,), "use repetition_penalty, or remove it")
+_SHAPED = Rule("constrained sampling is not recorded for the audit", instead="check the answer yourself, or remove it")
+_MASKED = Rule("sampling from a part of the vocabulary is not recorded for the audit")
+_TEXT = Rule("the text has no special tokens; token_ids has all of them", (True,), "read token_ids, or remove it")
+_PLAIN_TEMPLATE = Rule("prompts are rendered with the model's own chat template, so that turns extend each other")
+_ENGINES_OWN = Rule("it is vLLM's own and would not reach its engine")
+_PROMPT_LOGPROBS = Rule("workers return log-probabilities of sampled tokens only")
+_TRUNCATED = Rule("a prompt is decoded whole or refused", instead="shorten the prompt")
+_EXPERTS = Rule("routed experts are not returned", (0,))
+_NO_IMAGE_OPTIONS = Rule("images are processed as model.preprocess says", ({},))
+
+_SAMPLING: dict[str, Rule] = {
+    "allowed_token_ids": _MASKED,
+    "bad_words": Rule(_MASKED.why, ([],)),
+    "frequency_penalty": _PENALTY,
+    "ignore_eos": Rule("a sequence ends at its end-of-sequence token", (False,)),
+    "logit_bias": Rule(_MASKED.why, ({},)),
+    "logprob_token_ids": Rule("workers return log-probabilities of sampled tokens only", ([],)),
+    "min_p": Rule("the engines don't sample with it", (0,), "use top_p or top_k, or remove it"),
+    "min_tokens": Rule("a sequence ends at its end-of-sequence token", (0,)),
+    "presence_penalty": _PENALTY,
+    "prompt_logprobs": _PROMPT_LOGPROBS,
+    "repetition_detection": Rule(
+        "repetition is ended by the run's repeat guard", instead="configure `repeat_terminate`, or remove it"
+    ),
+    "routed_experts_prompt_start": _EXPERTS,
+    "stream_interval": Rule("gateway.stream_tokens sets the tokens of an event"),
+    "structured_outputs": _SHAPED,
+    "thinking_token_budget": Rule("reasoning isn't told apart from the answer", instead="use max_tokens, or remove it"),
+    "watermarking": Rule("nothing is watermarked", (False,)),
+}
+"""Of chat completions, completions and vLLM's SamplingParams alike."""
+
+_OPENAI_STYLE: dict[str, Rule] = {
+    **_SAMPLING,
+    "best_of": Rule("every sampled answer is returned", (1,), "use n, or remove it"),
+    "cache_salt": LABEL,  # a run has one tenant, and prefixes of other weight versions are dropped
+    "ec_transfer_params": _ENGINES_OWN,
+    "guided_choice": _SHAPED,
+    "guided_decoding_backend": _SHAPED,
+    "guided_grammar": _SHAPED,
+    "guided_json": _SHAPED,
+    "guided_regex": _SHAPED,
+    "guided_whitespace_pattern": _SHAPED,
+    "include_stop_str_in_output": Rule("the text ends before a stop string", (False,), "read token_ids, or remove it"),
+    "kv_transfer_params": _ENGINES_OWN,
+    "length_penalty": Rule("there is no beam search", (1,)),
+    "mm_payload": Rule("it belongs to vLLM's render routes"),
+    "priority": Rule("calls are decoded in the order in which they arrive", (0,)),
+    "request_id": LABEL,
+    "response_format": Rule(_SHAPED.why, ({"type": "text"},), _SHAPED.instead),
+    "return_mm_kwargs": Rule("it belongs to vLLM's render routes"),
+    "return_token_offsets": Rule("offsets are not returned", (False,)),
+    "session_id": LABEL,
+    "skip_special_tokens": _TEXT,
+    "spaces_between_special_tokens": _TEXT,
+    "truncate_prompt_tokens": _TRUNCATED,
+    "truncation_side": _TRUNCATED,
+    "use_beam_search": Rule("there is no beam search", (False,)),
+    "user": LABEL,
+    "vllm_xargs": Rule(_ENGINES_OWN.why, ({},)),
+}
+
+CHAT: Mapping[str, Rule] = {
+    **_OPENAI_STYLE,
+    "add_generation_prompt": Rule(_PLAIN_TEMPLATE.why, (True,)),
+    "add_special_tokens": Rule(_PLAIN_TEMPLATE.why, (False,)),
+    "audio": Rule("answers are text"),
+    "chat_template": _PLAIN_TEMPLATE,
+    "chat_template_kwargs": Rule(_PLAIN_TEMPLATE.why, ({},)),
+    "continue_final_message": Rule("an answer is a message of its own", (False,)),
+    "documents": Rule(_PLAIN_TEMPLATE.why, ([],), "put them in a message"),
+    "echo": Rule("an answer is a message of its own", (False,)),
+    "function_call": Rule("functions are called as tools", ("none", "auto"), "use tools, or remove it"),
+    "functions": Rule("functions are called as tools", ([],), "use tools, or remove it"),
+    "include_reasoning": Rule("reasoning isn't told apart from the answer", (True,)),
+    "media_io_kwargs": _NO_IMAGE_OPTIONS,
+    "metadata": LABEL,
+    "mm_processor_kwargs": _NO_IMAGE_OPTIONS,
+    "modalities": Rule("answers are text", (["text"],)),
+    "moderation": Rule("nothing is moderated"),
+    "parallel_tool_calls": Rule("every call the model writes is returned", (True,), "run the first one only"),
+    "prediction": Rule("no predicted text is compared"),
+    "prompt_cache_key": LABEL,
+    "prompt_cache_options": LABEL,
+    "prompt_cache_retention": LABEL,
+    "reasoning_effort": Rule(_PLAIN_TEMPLATE.why),
+    "return_prompt_text": Rule("the prompt's text is not returned", (False,), "detokenize prompt_token_ids"),
+    "safety_identifier": LABEL,
+    "service_tier": Rule("there is one tier", ("auto", "default")),
+    "store": Rule("completions are not stored", (False,)),
+    "top_logprobs": Rule("workers return log-probabilities of sampled tokens only", (0,)),
+    "verbosity": Rule("the model has no such setting", ("medium",), "say it in a message"),
+    "web_search_options": Rule("nothing is searched"),
+}
+
+STREAM: Mapping[str, Rule] = {
+    "continuous_usage_stats": Rule("the counts come once, at the end", (False,)),
+    "include_obfuscation": Rule("events are not padded", (False,)),
+}
+
+TOOL_CHOICE = Rule("the model decides what it calls", ("auto", "none"), 'send "auto" or "none"')
+
+
+def check_value(rule: Rule, value: Any, name: str) -> None:
+    """Raises Refusal (400) unless the value changes nothing."""
+    if rule is LABEL or value is None or any(value == one for one in rule.neutral):
+        return
+    does = rule.instead or "remove it"
+    may = f" (it may be {' or '.join(map(_json, rule.neutral))})" if rule.neutral and not rule.instead else ""
+    raise Refusal(400, f"{name} is not supported: {rule.why}; {does}{may}", name)
+
+
+class ListedSchema(OpenSchema):
+    """A request whose fields are all known: `check_fields` refuses the others by name."""
+
+    unserved: ClassVar[Mapping[str, Rule]] = {}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler.resolve_ref_schema(handler(core))
+        schema["additionalProperties"] = False  # extra fields are kept only to name them
+        return schema
+
+    def check_fields(self, where: str = "") -> None:
+        """`where`: the path of this object, with a dot at its end. Raises Refusal (400)."""
+        for name, value in (self.model_extra or {}).items():
+            rule = self.unserved.get(name)
+            if rule is None:
+                raise _unknown(where, name, [*type(self).model_fields, *self.unserved])
+            check_value(rule, value, where + name)
+
+
+def _unknown(where: str, name: str, known: list[str]) -> Refusal:
+    near = difflib.get_close_matches(name[:_SHOWN], known, 1)
+    does = f"did you mean {near[0]}? Otherwise remove it" if near else "remove it"
+    shown = where + (name if len(name) <= _SHOWN else name[:_SHOWN] + "…")
+    return Refusal(400, f"{shown} is not a field of this request; {does}", shown)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value)
