@@ -22,6 +22,7 @@ from sluice.consumers.tasks.registry import load_task, open_task
 from sluice.consumers.tasks.task import Task, TextCodec
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, TaskError, as_one
+from sluice.pipeline.prompts.admission import Limits
 from sluice.pipeline.run.preflight import FirstRow, Note
 from sluice.pipeline.wire.messages import DeadLetter, SequenceResult
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
@@ -52,9 +53,32 @@ def look_at_task(config: Config, rows: Sequence[FirstRow]) -> str:
             return Note(f"{name}: not tried (preflight.max_s 0)")
         return f"{name}: not tried, there is no usable row"
     (task, context), *_ = opened
+    _check_length(config, context.codec, rows)
     sampler = Sampler(task, context, config.consumer, image_token_of(config.model))
     tried, failed = asyncio.run(_failures(sampler, context.codec, config, rows))
     return _verdict(name, tried, failed)
+
+
+def _check_length(config: Config, codec: TextCodec, rows: Sequence[FirstRow]) -> None:
+    """Raises ConfigError when no row can be decoded: its text alone, without a template, leaves too little room."""
+    limit, wanted = Limits.of_model(config.model.path).context, config.sampling.max_new_tokens
+    if limit is None or config.rollout.url:
+        return
+    least = min((size for row in rows if (size := _text_tokens(codec, row)) is not None), default=None)
+    if config.sampling.truncate_prompt:
+        least = 1
+    if least is not None and least + wanted > limit:
+        raise ConfigError(
+            f"sampling.max_new_tokens {wanted} leaves no room for a prompt in the model's context of {limit} tokens "
+            f"(the shortest of the first {_rows(len(rows))} has {least} without its template); lower it"
+        )
+
+
+def _text_tokens(codec: TextCodec, row: FirstRow) -> int | None:
+    try:
+        return len(codec.encode("\n".join(str(message.get("content", "")) for message in row.messages)))
+    except (UnicodeEncodeError, TypeError):  # half of a character
+        return None
 
 
 def _load_task(config: Config) -> Task:

@@ -143,7 +143,11 @@ def chosen_run(given: Config, paths: Sequence[Path], overrides: Sequence[str] = 
     """
     for path in paths:
         if not runs_in(path):
-            raise ConfigError(f"{path} is no run and holds none: a run's directory has {METRICS} or {RESOLVED}")
+            named = Path(given.run_dir) / path
+            near = f"did you mean {named}?" if runs_in(named) else f"runs are below run_dir ({given.run_dir})"
+            what = f"holds none: a run's directory has {METRICS} or {RESOLVED}" if path.is_dir() else "no directory"
+            file = f"; a configuration is given as -c {path}" * path.is_file()
+            raise ConfigError(f"{path} is no run and {what}; {near}{file}")
     directory = max(runs_in(paths[0]), key=_written).resolve()
     found = stored_config(directory, given, overrides)
     url = found.broker.url or given.broker.url  # one with a password isn't stored; the environment has it

@@ -305,7 +305,7 @@ def _why(history: Path, kind: Kind) -> str:
         handed_on = reader.totals()["handed_on"]
     if handed_on and kind == "trained":
         return f"{handed_on} sequences were handed on and none has been trained yet; --source handed-on exports those"
-    return "no sequence was handed to a trainer yet; check the progress with `sluice status`"
+    return f"no sequence was handed to a trainer; `sluice status {history.parent}` says how they ended so far"
 
 
 def full_row(one: Exported, codec: TextCodec | None) -> Row:

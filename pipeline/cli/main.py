@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
+from cyclopts import App, CycloptsError, Parameter, UnknownCommandError, UnusedCliTokensError
 
 from sluice.pipeline.cli.help import OPTIONS, Layout, as_markdown, heading_of, order_of, page
 from sluice.pipeline.errors import EXIT_CODES, INTERRUPTED, WRONG_USAGE, BrokerError, SluiceError, first_cause
@@ -27,6 +27,8 @@ def complaint(error: CycloptsError) -> str:
     error.verbose = False
     chain = " ".join(("sluice", *(error.command_chain or ())))
     text = _unknown(error) if isinstance(error, UnknownCommandError) else str(error)
+    if isinstance(error, UnusedCliTokensError):
+        text = f"{' '.join(error.unused_tokens or [])!r} belongs to no option; --set takes one word, KEY=VALUE."
     return f"{' '.join(text.split())} See `{chain} --help`."
 
 

@@ -404,6 +404,10 @@ def _report(final: Snapshot | None, run_dir: Path, end: RunEnd, command: str) ->
         f"weights v{final.latest_version}; files in {run_dir}",
         file=sys.stderr,
     )
+    if final.dead:
+        dead = {name.removeprefix("dead:"): count for name, count in final.reasons.items() if name.startswith("dead:")}
+        reasons = ", ".join(f"{name} {count}" for name, count in sorted(dead.items()))
+        say(f"why they are dead ({reasons}): `sluice dlq list {run_dir}`", file=sys.stderr)
     if end.state == "interrupted":
         say(go_on, file=sys.stderr)
     return end.exit_code

@@ -49,7 +49,7 @@ def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence
     if wanted > room:
         raise RequestError(
             f"{key}: max_new_tokens {wanted} does not fit the context of {limit} "
-            f"after a prompt of {len(prompt)} tokens; use at most {room}"
+            f"after a prompt of {len(prompt)} tokens; use at most {room} (sampling.max_new_tokens)"
         )
     check_token_ids(key, prompt, facts.vocab_size)
     check_token_ids(f"{key}: stop_token_ids", request.sampling.stop_token_ids, facts.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,17 @@ def rows(*truths: Any, images: int = 0) -> list[FirstRow]:
 
 def settings(model: Path, *more: str) -> Config:
     return load_config(None, [f"model.path={model}", "rollout_matching.task=exact_answer", *more], {})
+
+
+def test_a_context_that_the_answer_fills_is_refused(model: Path, tmp_path: Path) -> None:
+    for file in model.iterdir():
+        shutil.copy(file, tmp_path)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    with pytest.raises(ConfigError, match="max_new_tokens 64 leaves no room for a prompt in the model's context of 64"):
+        look_at_task(settings(tmp_path, "sampling.max_new_tokens=64"), rows("seven"))
+    with pytest.raises(ConfigError, match=r"the shortest of the first 2 rows has [1-9]"):
+        look_at_task(settings(tmp_path, "sampling.max_new_tokens=63"), rows("seven", "eight"))
+    assert "can be trained" in look_at_task(settings(tmp_path, "sampling.max_new_tokens=8"), rows("seven"))
 
 
 def test_rows_with_truths_pass(model: Path) -> None:

@@ -78,8 +78,13 @@ def test_a_directory_of_runs_shows_its_newest_wherever_it_was_moved(tmp_path: Pa
     assert (config.run, directory.name) == ("first", "old"), "its broker has it under the name that it was started with"
     secret = BrokerConfig(url="redis://:secret@elsewhere:6379/0")
     assert chosen_run(Config(broker=secret), [tmp_path / "new"])[0].broker.url == secret.url, "no run stores a password"
-    with pytest.raises(ConfigError, match="no run and holds none"):
+    with pytest.raises(ConfigError, match="nowhere is no run and no directory; runs are below run_dir"):
         chosen_run(Config(), [tmp_path / "new", tmp_path / "nowhere"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty is no run and holds none: a run's directory has"):
+        chosen_run(Config(), [tmp_path / "empty"])
+    with pytest.raises(ConfigError, match=f"did you mean {tmp_path / 'new'}"):
+        chosen_run(Config(run_dir=str(tmp_path)), [Path("new")])
 
 
 def test_the_table_says_how_a_run_ended_until_it_trains_again(tmp_path: Path) -> None:
