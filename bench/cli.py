@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 app = App(
     name="bench",
-    help="Measure queue, engines, pipeline, guard, weights, rollouts, images, training; progress goes to stderr.",
+    help="Measure queue, engines, pipeline, guard, weights, rollouts, images, training, kills; progress on stderr.",
 )
 
 AsJson = Annotated[bool, Parameter(negative="", help="One JSON object on stdout instead of text.")]
@@ -183,6 +183,27 @@ def train(
     Example: `sluice bench train --tokens 1024 --json`
     """
     _run("train", locals())
+
+
+@app.command
+def crash(
+    *,
+    json: AsJson = False,
+    kills: Annotated[int, Parameter(help="SIGKILLs, over all roles and the broker.")] = 50,
+    steps: Annotated[int | None, Parameter(help="Optimiser steps of each run.")] = None,
+    seed: Annotated[int, Parameter(help="Of the run, and of the order of the kills.")] = 0,
+    quick: Quick = False,
+) -> None:
+    """A deterministic run whose processes are killed against one that is left alone: whether one bit differs.
+
+    Two whole runs of a tiny model with a policy loss and their own brokers. In one, producer, workers, consumer,
+    scorer, trainer and broker are killed in turn, every other trainer between a published version and its checkpoint.
+    Then ids and tokens in the order of training, versions, behaviour and proximal logprobs, losses and the last weights
+    are compared, bit by bit. About 10 minutes.
+
+    Example: `sluice bench crash --json`
+    """
+    _run("crash", locals())
 
 
 @app.command

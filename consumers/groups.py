@@ -7,9 +7,14 @@ so nothing is lost when an assembler is killed: its successor reads them again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
+from sluice.pipeline.queue import StepRow
 from sluice.pipeline.wire.messages import DeadLetter, SequenceResult
+
+T = TypeVar("T")
 
 Place = tuple[int, int]
 """Index in the group, and part of that index."""
@@ -79,3 +84,32 @@ class Assembler:
 
     def _group(self, group_id: str, size: int) -> Group:
         return self._open.setdefault(group_id, Group(group_id, size))
+
+
+class Steps(Generic[T]):
+    """Of a deterministic run: holds each finished group until all groups of its optimiser step are here."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, dict[int, T]] = {}  # step → row → group
+
+    def holds(self, place: StepRow) -> bool:
+        """Whether this row is here already."""
+        return place.row in self._open.get(place.step, {})
+
+    def add(self, place: StepRow, group: T) -> list[T] | None:
+        """The groups of the step in the order of their rows, if this one completes it."""
+        rows = self._open.setdefault(place.step, {})
+        rows[place.row] = group
+        return self.take(place.step) if len(rows) >= place.rows else None
+
+    def take(self, step: int) -> list[T]:
+        """Its groups so far, in the order of their rows."""
+        return [group for _, group in sorted(self._open.pop(step).items())]
+
+    @property
+    def open(self) -> list[int]:
+        """Incomplete steps, in order."""
+        return sorted(self._open)
+
+    def __iter__(self) -> Iterator[T]:
+        return (group for rows in self._open.values() for group in rows.values())

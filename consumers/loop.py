@@ -13,6 +13,8 @@
 - Every step up to hand_off is repeatable; hand_off is one Lua call, fenced by the partition's owner.
 - Groups are scored by the reward functions side by side: a slow one holds up neither the others nor the reading.
 - A dropped group returns its credit at once, not with the next batch.
+- In a deterministic run a batch is that of one optimiser step, in the order of its rows, whenever they arrived. What is
+  dropped stays unacked until then: a successor must know that the step doesn't lack it.
 - Finished sequences are written to the history before they are handed off.
 """
 
@@ -23,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
-from sluice.consumers.groups import Assembler, Group
+from sluice.consumers.groups import Assembler, Group, Steps
 from sluice.consumers.history.recorder import FinishedJob, Recorder
 from sluice.consumers.pack import pack_rows
 from sluice.consumers.rewards import Refused, Reward, Rewards
@@ -34,8 +36,9 @@ from sluice.pipeline.broker.connection import is_cluster
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.streams import Entry, hand_off, result_reader
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import ConfigError, MessageError, ResultsLost
+from sluice.pipeline.errors import ConfigError, DataError, MessageError, ResultsLost
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue import step_row_of
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.telemetry import training_metrics
@@ -89,6 +92,7 @@ class Consumer:
         self._entry_ids: list[str] = []
         self._letters: list[DeadLetter] = []
         self._batch_size = role.config.producer.samples_per_version // role.config.consumer.count
+        self._steps = Steps[_Made]() if role.config.deterministic else None
         self._scoring: dict[asyncio.Task[_Scored], int] = {}  # to the number of sequences
         self._handed = self._failures = 0
 
@@ -122,6 +126,7 @@ class Consumer:
         self._reader.forget()
         self._history.forget()
         self._groups, self._sizes = Assembler(), {}
+        self._steps = None if self._steps is None else Steps()
         self._samples, self._entry_ids, self._letters = [], [], []
 
     async def _take(self, entries: Sequence[Entry]) -> None:
@@ -168,11 +173,35 @@ class Consumer:
 
     async def _finish_groups(self, scored: Sequence[_Scored]) -> None:
         # In a thread: a slow task must not keep this process from renewing its ownership.
-        for group, samples, letters, finished in await asyncio.to_thread(self._made_of, scored):
-            self._history.keep(finished)
-            await self._finish_group(group, samples, letters)
+        for made in await asyncio.to_thread(self._made_of, scored):
+            self._history.keep(made.finished)
+            if self._steps is not None:
+                await self._finish_in_step(self._steps, made)
+                continue
+            await self._finish_group(made.group, made.samples, made.letters)
             if len(self._samples) >= self._batch_size:
                 await self._hand_off_batch()
+
+    async def _finish_in_step(self, steps: Steps[_Made], made: _Made) -> None:
+        group_id = made.group.group_id
+        place = step_row_of(group_id) if run_of(group_id) == self._role.config.run else None
+        if place is None or steps.holds(place):
+            detail = "it has no place in a step: a deterministic run trains what its producer enqueued"
+            others = [letter(sample.seq_id, "no_step", detail) for sample in made.samples]
+            await self._drop(made.group.entry_ids, made.letters + others)
+        elif (whole := steps.add(place, made)) is not None:
+            await self._hand_off_step(place.step, whole)
+
+    async def _hand_off_step(self, step: int, whole: Sequence[_Made]) -> None:
+        """The batch of one optimiser step, in the order of its rows; what was dropped leaves with it."""
+        for made in whole:
+            self._samples += made.samples
+            self._entry_ids += made.group.entry_ids
+            self._letters += made.letters
+        if not self._samples:
+            why = next((f": {one.seq_id} {one.reason}, {one.detail}" for one in self._letters), "")
+            raise DataError(f"step {step} of a deterministic run has nothing to train{why}")
+        await self._hand_off_batch(step)
 
     def _made_of(self, scored: Sequence[_Scored]) -> list[_Made]:
         made: list[_Made] = []
@@ -233,13 +262,14 @@ class Consumer:
         else:
             await self._drop(group.entry_ids, letters)
 
-    async def _hand_off_batch(self) -> None:
+    async def _hand_off_batch(self, step: int | None = None) -> None:
         lengths = [len(sample.token_ids) for sample in self._samples]
         batch = TrainingBatch(
             batch_id=_batch_id(self._entry_ids),
             samples=self._samples,
             rows=pack_rows(lengths, self._role.config.consumer.row_tokens),
             metrics=training_metrics.reduce([sample.metrics for sample in self._samples]),
+            step=step,
         )
         await self._out(batch, self._entry_ids, self._letters)
         self._handed += len(self._samples)
@@ -272,6 +302,9 @@ class Consumer:
         """Hand off what is left once no more results can come; True when the whole run is over."""
         now = await snapshot(self._role.client, self._role.keys)
         no_more = now.exhausted and now.queued_jobs == 0 and now.open_rollouts == 0
+        if no_more and self._steps is not None and not self._groups and await self._reader.depth() == len(self._sizes):
+            for step in self._steps.open:  # what they lack was trained before a broker lost its data
+                await self._hand_off_step(step, self._steps.take(step))
         if no_more and not self._groups and await self._nothing_unread():
             if self._samples:
                 await self._hand_off_batch()
@@ -281,9 +314,12 @@ class Consumer:
     async def _nothing_unread(self) -> bool:
         return await self._reader.depth() == len(self._entry_ids)
 
+    def _pending(self) -> int:
+        return len(self._samples) + sum(len(made.samples) for made in (() if self._steps is None else self._steps))
+
     def _report(self) -> None:
         role = self._role
-        role.status.fact(handed=self._handed, pending=len(self._samples), open_groups=len(self._groups))
+        role.status.fact(handed=self._handed, pending=self._pending(), open_groups=len(self._groups))
         if self._failures:
             role.status.fact(reward_failures=self._failures)
         if self._scoring:

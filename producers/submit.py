@@ -1,5 +1,6 @@
 """The producer: rows → deterministic jobs → the broker, within credit.
 
+- In a deterministic run each job names the optimiser step that trains it, and the one version that may decode it.
 - It waits until another producer of its run ends, and for credit (freed by the trainer's acks and new versions).
 - A restart resumes after the stored cursor; jobs enqueued before answer `duplicate` or `done`, so nothing runs twice.
 - A broker that lost its newest data (a power loss) is behind what was enqueued: the source is read again from the
@@ -15,13 +16,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from msgspec.structs import replace
+
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DataError, RequestError
 from sluice.pipeline.images.paths import SourceUnavailable
 from sluice.pipeline.images.writer import ImageWriter
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.queue import Credit, JobQueue, Outcome, SourceRewound, job_id_for
+from sluice.pipeline.queue import Credit, JobQueue, Outcome, SourceRewound, StepRow, id_in_step, job_id_for
 from sluice.pipeline.queue.trained import trained_among
 from sluice.pipeline.run.preflight import rows_in_order
 from sluice.pipeline.run.role import Role, default_name, role_process
@@ -56,7 +59,7 @@ async def produce(config: Config) -> None:
         role.spawn(owner.keep())
         progress = SourceProgress(role)
         cursor = await progress.open(rows * config.data.epochs * config.producer.group_size, _credit(config))
-        async with _intake(role) as intake:
+        async with _intake(role, rows) as intake:
             submitter = Submitter(role, intake, cursor)
             while not role.stop.is_set():
                 try:
@@ -120,9 +123,9 @@ class Submitter:
 
 
 @contextlib.asynccontextmanager
-async def _intake(role: Role) -> AsyncGenerator[Intake]:
+async def _intake(role: Role, rows: int) -> AsyncGenerator[Intake]:
     if role.config.rollout.url is None:
-        yield DecodeIntake(role)
+        yield DecodeIntake(role, rows)
         return
     from sluice.producers.rollout_client.intake import rollout_intake
 
@@ -182,7 +185,7 @@ def _rows(config: Config, cursor: str, progress: SourceProgress, intake: Intake)
                 progress.skip(row)
             elif (epoch, number) > (done_epoch, done_row):
                 try:
-                    items = intake.items(stored(row, writer), epoch)
+                    items = intake.items(stored(row, writer), epoch, number)
                 except SourceUnavailable as error:  # says nothing about the row: a restart reads it again
                     raise SourceUnavailable(f"{config.data.path}: row {number + 1}: {error}") from error
                 except RequestError as error:
@@ -199,9 +202,10 @@ class Intake(Protocol):
 
     chunk: int  # items enqueued in one call
 
-    def items(self, row: Row, epoch: int) -> list[Any]:
-        """At least one; each has `metadata["row"]`. Blocks; raises RequestError for what makes the row malformed,
-        SourceUnavailable for what a later try may read.
+    def items(self, row: Row, epoch: int, number: int) -> list[Any]:
+        """At least one; each has `metadata["row"]`. `number`: of the row in its epoch, from 0.
+
+        Blocks; raises RequestError for what makes the row malformed, SourceUnavailable for what a later try may read.
         """
         ...
 
@@ -229,13 +233,19 @@ class DecodeIntake:
 
     chunk = _CHUNK
 
-    def __init__(self, role: Role) -> None:
-        self._config = role.config
+    def __init__(self, role: Role, rows: int) -> None:
+        """`rows`: of one epoch."""
+        self._config, self._rows = role.config, rows
         self.enqueue = JobQueue(role.client, role.keys, partitions=role.config.consumer.count).enqueue
 
-    def items(self, row: Row, epoch: int) -> list[DecodeJob]:
+    def items(self, row: Row, epoch: int, number: int) -> list[DecodeJob]:
         """The job covering all members of its group."""
-        return [job_of(self._config, row, epoch)]
+        config = self._config
+        if not config.deterministic:
+            return [job_of(config, row, epoch)]
+        if row.each_image():
+            raise RequestError("it has images, and a deterministic run takes none: passes over images share work")
+        return [in_its_step(config, job_of(config, row, epoch), epoch * self._rows + number, self._rows)]
 
     def sequences(self, item: DecodeJob) -> list[str]:
         """Its members."""
@@ -265,6 +275,19 @@ def job_of(config: Config, row: Row, epoch: int) -> DecodeJob:
         metadata={**row.metadata, "row": name[:256], "epoch": epoch},
         keep_messages=config.rollout_matching.reward is not None,
     )
+
+
+def in_its_step(config: Config, job: DecodeJob, number: int, rows: int) -> DecodeJob:
+    """The job of row `number` of all epochs, from 0, as a deterministic run enqueues it; `rows`: of one epoch.
+
+    Step s trains the rows of index s. Their sequences are of version max(0, s - max_staleness): a version's number is
+    that of the step that made it, and credit admits no earlier than at that version.
+    """
+    per_step = config.producer.samples_per_version // config.producer.group_size
+    step, row = divmod(number, per_step)
+    place = StepRow(step, row, min(per_step, rows * config.data.epochs - step * per_step))
+    version = max(0, step - config.producer.max_staleness)
+    return replace(job, job_id=id_in_step(job.job_id, place), min_weight_version=version, max_weight_version=version)
 
 
 def first_jobs(config: Config, count: int) -> list[DecodeJob]:

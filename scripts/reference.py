@@ -82,7 +82,7 @@ def _parts(page: str, file: Path) -> tuple[str, str, str]:
 
 
 _UNITS = {"_s": "seconds", "_ms": "milliseconds", "_mb": "MiB", "_gb": "GiB"}
-_TOP = ("run", "seed", "run_dir", "custom")
+_TOP = ("run", "seed", "deterministic", "run_dir", "custom")
 _EXPLAINED = {
     "broker": "[queue.md](queue.md#the-broker), [security.md](security.md#the-broker)",
     "model": "[engine.md](engine.md)",

@@ -14,6 +14,7 @@
 - The worker claims slightly more than the engine decodes at once, so the engine never waits for the queue. On stop,
   jobs that haven't started go back at once.
 - New weights are loaded between two tokens; running sequences continue under them.
+- In a deterministic run a job accepts one version, which is loaded before it starts; nothing else is.
 - A running sequence's progress is stored every `checkpoint_tokens`; the next attempt starts from it.
 """
 
@@ -111,6 +112,8 @@ class DecodeWorker:
         if job is None:
             await self._calls.accept(claim)
             return
+        if self._role.config.deterministic and not await self._has_switched(claim, job):
+            return
         if job.min_weight_version > self._backend.version:
             await self.leases.give_back(claim, _TOO_EARLY_S)
             return
@@ -142,11 +145,25 @@ class DecodeWorker:
         if not self._looked:
             await self._weights.look()
             self._looked = True
-        newer = self._weights.newer()
+        newer = None if self._role.config.deterministic else self._weights.newer()
         if newer is not None:
             self._role.status.waiting(WaitKind.WEIGHTS, f"v{newer}", self._slots.running)
             await self._weights.pull(newer)
         await self._weights.prove()
+
+    async def _has_switched(self, claim: Claim, job: DecodeJob) -> bool:
+        """Whether the one version that the job accepts is loaded now; else its claim is handed back, or ended."""
+        version = job.min_weight_version
+        if version == self._backend.version or version != job.max_weight_version:
+            return True
+        self._role.status.waiting(WaitKind.WEIGHTS, f"v{version}")
+        if not self._slots.held() and await self._weights.pull(version):
+            return True
+        if await self._weights.is_gone(version):
+            await self._fail(claim, "stale", f"only weights v{version} may decode it, and they are retired")
+        else:
+            await self.leases.give_back(claim, _TOO_EARLY_S)
+        return False
 
     def _each_turn(self) -> None:
         """Update the status (what this worker waits for) and its metrics."""

@@ -102,6 +102,10 @@ class WeightsWatch:
         get_logger().info("weights loaded", version=version, behind_s=self._behind[1])
         return True
 
+    async def is_gone(self, version: int) -> bool:
+        """Whether it was published, and can't be loaded any more."""
+        return self._latest is not None and version < self._latest and await self._registry.get(version) is None
+
     def behind_s(self, versions: Runs) -> float | None:
         """From the publication of the newest loaded version to its first token here; None if none of these is of it."""
         if self._behind is None or all(version != self._behind[0] for version, _ in versions.runs):

@@ -25,6 +25,9 @@ Each sample is trained or dropped exactly once, wherever the process is killed:
 
 A step's batches take up no credit, though they stay unacked until a commit.
 
+In a deterministic run a batch names its step: `take` returns those in turn, whatever their order in the stream, and a
+version's number is that of its step, or the run ends.
+
 A sample whose images can't be used (gone, changed, undecodable) is dropped as it is taken. Images that can't be
 reached drop nothing: at the deadline `take` raises, and the batch comes again.
 """
@@ -40,6 +43,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
 from sluice.consumers.samples import HAS_IMAGES, blind, letter
@@ -98,6 +102,12 @@ class Taken:
         """A copy with fewer fresh samples."""
         fresh = [sample for sample in self.fresh if sample.seq_id not in seq_ids]
         return Taken(self.entry_id, self.num_samples, self.num_bytes, fresh, self.repeats, list(self.letters))
+
+
+class _InTurn(msgspec.Struct):
+    """Of a TrainingBatch."""
+
+    step: int | None = None
 
 
 class Session:
@@ -187,9 +197,9 @@ class Session:
         if not self.given and any(each.letters for each in self._given):
             await self._end_dropped(self._given)
             self._given = []
-        # What is dropped counts too: it holds credit, so waiting for others in its place might never end.
-        while sum(len(each.fresh) + len(each.letters) for each in self._next) < wanted and not self._role.stop.is_set():
-            if not self._unread:
+        while self._lacks(wanted) and not self._role.stop.is_set():
+            entry, read = self._in_turn(), list[Entry]()
+            if entry is None:
                 self._role.status.waiting(WaitKind.BATCHES, count=len(self.given) or None)
                 now = await self._snapshot()  # first: anything handed off before this is read below
                 dry = _is_dry(now)
@@ -197,13 +207,17 @@ class Session:
                     await self._ack_pairs([], {})
                 if now.reasons.get(_FILTERED, 0) != filtered:  # others are on their way in its place
                     until, filtered = time.monotonic() + limit_s, now.reasons.get(_FILTERED, 0)
-                self._unread.extend(await self._reader.read(_READ, block_ms=1 if dry else 200))
-            if self._unread:
-                if not await self._open(self._unread[0]):
+                read = await self._reader.read(_READ, block_ms=1 if dry else 200)
+                self._unread.extend(read)
+                entry = self._in_turn()
+            if entry is not None:
+                if not await self._open(entry):
                     break
-                self._unread.popleft()  # only now: a batch that cannot be read is an error again, not forgotten
+                self._unread.remove(entry)  # only now: a batch that cannot be read is an error again, not forgotten
                 until = time.monotonic() + limit_s
-            elif dry:
+            elif dry and self._unread and not read:
+                raise MessageError(f"{self._role.keys.batches} has no batch of step {self.state.step}, and later ones")
+            elif dry and not read:
                 break
             elif time.monotonic() > until:
                 raise DeadlineExceeded(self._overdue(limit_s))
@@ -214,6 +228,19 @@ class Session:
         self._given_at = self._given_at if self._given else time.monotonic()
         self._given += taken
         return [sample for each in taken for sample in each.fresh]
+
+    def _lacks(self, wanted: int) -> bool:
+        """Whether what is taken isn't enough yet to return."""
+        if self._config.deterministic:
+            return not any(each.fresh for each in self._next)
+        # What is dropped counts too: it holds credit, so waiting for others in its place might never end.
+        return sum(len(each.fresh) + len(each.letters) for each in self._next) < wanted
+
+    def _in_turn(self) -> Entry | None:
+        """What to take next of what was read; None if that hasn't come yet."""
+        if not self._config.deterministic:
+            return self._unread[0] if self._unread else None
+        return next((entry for entry in self._unread if _step_of(entry) <= self.state.step), None)
 
     def drop(self, letters: Mapping[str, DeadLetter]) -> None:
         """Don't train these, by sequence id; the ack counts each with its letter, and they are never returned again.
@@ -414,6 +441,9 @@ class Session:
         known = finished | set(seen) | in_hand
         new = [sample for sample in batch.samples if sample.seq_id not in known and sample.seq_id not in dropped]
         again = [letter(one, dropped[one], "dropped by the trainer before") for one in sorted(ids & dropped.keys())]
+        if batch.step is not None and batch.step < self.state.step and new:  # a broker that lost its data asks for all
+            detail = f"step {batch.step} was trained without it"
+            again, new = again + [letter(sample.seq_id, "stale", detail) for sample in new], []
         unseen = await self._without_images(new)
         if unseen is None:
             return False
@@ -463,8 +493,15 @@ class Session:
 
     async def _number_for(self, weights: Weights) -> int:
         """That of the version with which a kill undid the same step, if these are its weights again; else a new one."""
-        same = await self._number_of(weights)
-        return await self._registry.next_number(self.state.version, self.root) if same is None else same
+        number, step = await self._number_of(weights), self.state.step
+        if number is None:
+            number = await self._registry.next_number(self.state.version, self.root)
+        if self._config.deterministic and number != step:
+            raise WeightsError(
+                f"step {step} would be version {number}: a kill undid a version {step} with other weights, so this run "
+                "isn't deterministic; is something in it (a reward, a task, a library) random or a different release?"
+            )
+        return number
 
     async def _number_of(self, weights: Weights) -> int | None:
         """The version that was published from this state with these weights; None if there is none."""
@@ -495,6 +532,10 @@ class Session:
         # A kill takes the run back to the last commit, whose version may be all that is left of its weights.
         kept = {*newest, self._durable_version, *([] if self._reference is None else [self._reference])}
         gone = await asyncio.to_thread(versions.retired, self.root, kept, manifest.version)
+        if self._config.deterministic:  # sequences wait for one version, and a broker may have lost it
+            for number in newest[:-1]:
+                if await self._registry.get(number) is None and (self.root / f"v{number:06d}").is_dir():
+                    await self._put_back(number)
         await self._registry.register(manifest, self._owner.key, self._owner.nonce, gone)
         await asyncio.to_thread(versions.remove, self.root, gone)
         if latest is not None and latest > manifest.version:
@@ -518,7 +559,10 @@ class Session:
                 "start that names it, so name one that is still there, or start a run of another name (--set run=NAME) "
                 "from the weights that should be the reference"
             )
-        # Always: the run's directory may have moved since it was registered.
+        await self._put_back(number)  # always: the run's directory may have moved since it was registered
+
+    async def _put_back(self, number: int) -> None:
+        directory = self.root / f"v{number:06d}"
         manifest = replace(await asyncio.to_thread(versions.read_manifest, directory), path=str(directory))
         await self._registry.put_back(manifest, self._owner.key, self._owner.nonce)
 
@@ -557,6 +601,14 @@ class Session:
 def _is_dry(now: Snapshot) -> bool:
     """Whether everything that the source has was handed on, or ended before."""
     return now.exhausted and now.accepted + now.dead + now.dropped >= now.enqueued
+
+
+def _step_of(entry: Entry) -> int:
+    """-1 if unknown: whoever opens it says what is wrong with it."""
+    with contextlib.suppress(msgspec.MsgspecError, KeyError):
+        step = msgspec.msgpack.decode(entry.fields[b"b"], type=_InTurn).step
+        return -1 if step is None else step
+    return -1
 
 
 def _take(state: TrainerState, taken: Sequence[Taken]) -> None:

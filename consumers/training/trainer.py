@@ -48,7 +48,7 @@ from sluice.consumers.training.trackers import Trackers
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.rules import policy_warnings
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.scores import Scores
 from sluice.pipeline.run import preflight, provenance
@@ -57,6 +57,8 @@ from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.messages import DeadLetter, ScoreJob, ScoreResult, TrainingSample
 from sluice.pipeline.wire.waits import WaitKind
+
+_ASK_AGAIN_S = 0.5
 
 
 class Trainer:
@@ -142,7 +144,8 @@ class Trainer:
             record["train/step_s"] = time.monotonic() - started
             record["train/score_s"] = started - taken_at
             record |= self._filler.record() if self._filler else {}
-        if not await session.step(record, samples):
+        # A deterministic run counts every step: jobs wait for the version that follows it.
+        if not await session.step(record, samples, empty=self._config.deterministic):
             return
         shown = {"loss": "train/loss", "policy_loss": "policy/loss"}
         losses = {name: round(record[key], 4) for name, key in shown.items() if key in record}
@@ -273,13 +276,31 @@ class Filler:
             return []
         samples = len({job.seq_id for job in jobs})
         self._role.status.waiting(WaitKind.SCORES, f"{samples} samples", len(jobs))
-        results = await self._role.unless_stopped(self._asked.ask(jobs, self._options.score_wait_s))
+        every = self._role.config.deterministic
+        asking = self._every(jobs) if every else self._asked.ask(jobs, self._options.score_wait_s)
+        results = await self._role.unless_stopped(asking)
         self._role.status.waiting(None)
         if results is None:
             return None
         for error, count in Counter(result.error for result in results if result.error).items():
             get_logger().warning("no scores", cause=error, jobs=count)
         return results
+
+    async def _every(self, jobs: Sequence[ScoreJob]) -> list[ScoreResult]:
+        """An answer for each job: which tokens have a score must not depend on time. Raises DeadlineExceeded."""
+        limit_s = self._role.config.trainer.batch_wait_s
+        found, until = list[ScoreResult](), time.monotonic() + limit_s
+        while jobs:
+            answers = await self._asked.ask(jobs, self._options.score_wait_s)
+            found += [answer for answer in answers if not answer.error]
+            known = {(answer.seq_id, answer.scored_version) for answer in found}
+            jobs = [job for job in jobs if (job.seq_id, job.version) not in known]
+            if jobs and time.monotonic() > until:
+                why = next((f": {answer.error}" for answer in answers if answer.error), "; is a scorer alive?")
+                raise DeadlineExceeded(f"{len(jobs)} score jobs without scores for {limit_s:.0f} s{why}")
+            if jobs:
+                await asyncio.sleep(_ASK_AGAIN_S)
+        return found
 
     def _join(
         self, plans: dict[str, Plan], recomputed: dict[str, list[float]], answers: dict[str, list[ScoreResult]]
@@ -317,6 +338,9 @@ async def train(config: Config) -> None:
 async def _train(config: Config, shard: Shard | None) -> None:
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.trainer.torch_threads)
+    torch.use_deterministic_algorithms(config.deterministic)
+    if config.deterministic and shard is not None:
+        raise ConfigError("deterministic needs a trainer of one process, and this one has several ranks")
     preflight.model(config, needed=True)
     source = Path(config.model.path)
     trackers = Trackers(config)  # this early: if one isn't installed, fail before loading a model

@@ -302,6 +302,56 @@ def _flow(config: Config) -> Iterator[tuple[bool, str]]:
     )
 
 
+def _deterministic(config: Config) -> Iterator[tuple[bool, str]]:
+    """What `deterministic` needs: what is left to time or to a neighbour in a pass changes bits."""
+    if not config.deterministic:
+        return
+    needed: dict[str, tuple[object, str]] = {
+        "worker.backend": ("hf", "vLLM's passes depend on what else runs"),
+        "worker.fallback_backend": (None, "it would decode differently"),
+        "worker.max_batch": (1, "a row's bits depend on its neighbours"),
+        "worker.checkpoint_tokens": (0, "a killed sequence restarts at its prompt"),
+        "model.device": ("cpu", "kernels of a GPU add in any order"),
+        "model.device_map": (None, "the model is on one device"),
+        "consumer.count": (1, "one process puts the rows in order"),
+        "data.on_malformed": ("stop", "every row has its place in a step"),
+        "trainer.external": (False, "it applies to the built-in trainer"),
+        "trainer.publish_every": (1, "a version's number is that of its step"),
+        "policy.zero_variance": ("keep", "what takes a dropped group's place depends on time"),
+        "rollout.url": (None, "a rollout has no version of its own"),
+        "rollout_server.count": (0, "a rollout has no version of its own"),
+        "gateway.count": (0, "what its callers ask has no place in a step"),
+    }
+    for key, (value, why) in needed.items():
+        section, _, name = key.partition(".")
+        found = getattr(getattr(config, section), name)
+        yield found == value, f"{key} {_shown(found)} with deterministic: {why}; set it to {_shown(value)}"
+    passes = config.scorer.pass_tokens
+    yield (
+        passes == 1 or not (config.policy.enabled and config.scorer.count),
+        f"scorer.pass_tokens {passes} with deterministic: a row's bits depend on its neighbours; set it to 1",
+    )
+    for section in ("worker", "scorer", "trainer"):
+        threads = getattr(config, section).torch_threads
+        yield threads >= 1, f"{section}.torch_threads {threads} with deterministic: set how many, such as 1"
+    optimizer = config.trainer.optimizer
+    yield (
+        optimizer != "adamw_8bit",
+        f"trainer.optimizer {optimizer} with deterministic: its kernels promise no bits; set it to adamw or muon",
+    )
+    kept, least = config.weights.retention, config.producer.max_staleness + config.trainer.checkpoint_every + 1
+    yield (
+        kept >= least,
+        f"weights.retention {kept} must be >= producer.max_staleness + trainer.checkpoint_every + 1 = {least} with "
+        "deterministic: after a kill, steps since the last checkpoint need the versions of that time again",
+    )
+
+
+def _shown(value: object) -> str:
+    """As YAML has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def policy_warnings(config: Config) -> list[str]:
     """What is allowed of a policy loss, and should be known."""
     policy, sampling = config.policy, config.sampling
@@ -529,7 +579,7 @@ def _policy_and_others(config: Config) -> Iterator[tuple[bool, str]]:
     )
 
 
-_BETWEEN = (_flow, _policy_and_others)
+_BETWEEN = (_flow, _policy_and_others, _deterministic)
 
 REWARD_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}"
 MAX_REWARD_PARTS = 32  # of one run: each is a metric

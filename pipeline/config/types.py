@@ -262,7 +262,7 @@ class ProducerConfig(Section, frozen=True, kw_only=True):
     max_in_flight: int = 512  # sequences from enqueue to the trainer's ack
     max_in_flight_mb: int = 1024  # what they hold in the broker, results, batches and dead letters included
     samples_per_version: int = 64  # the trainer's batch, in sequences
-    max_staleness: int = 2  # versions
+    max_staleness: int = 2  # versions; in a deterministic run the staleness of every step but the first few
     poll_s: float = 0.05  # admission's polling interval
 
 
@@ -400,6 +400,7 @@ class Config(Section, frozen=True, kw_only=True):
 
     run: str = "default"  # prefix of its Redis keys, and its directory
     seed: int = 0  # sampling seed; each sequence derives its own from it, its job and its index
+    deterministic: bool = False  # equal bits whatever is killed; on CPU, one row at a time (see failures.md)
     run_dir: str = ".sluice/runs"  # the run's files go to <run_dir>/<run>
     broker: BrokerConfig = BrokerConfig()
     model: ModelConfig = ModelConfig()

@@ -46,9 +46,12 @@ from sluice.pipeline.queue.types import (
     Outcome,
     Piece,
     SourceRewound,
+    StepRow,
+    id_in_step,
     job_id_for,
     rollout_group_for,
     seed_for,
+    step_row_of,
 )
 
 __all__ = [
@@ -73,6 +76,7 @@ __all__ = [
     "Outcome",
     "Piece",
     "SourceRewound",
+    "StepRow",
     "arq_deserializer",
     "arq_payload",
     "arq_pool",
@@ -81,7 +85,9 @@ __all__ = [
     "arq_settings",
     "backoff_s",
     "func",
+    "id_in_step",
     "job_id_for",
     "rollout_group_for",
     "seed_for",
+    "step_row_of",
 ]

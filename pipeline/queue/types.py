@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -34,6 +35,7 @@ class Credit(msgspec.Struct, frozen=True):
     max_bytes: int = 1 << 30
 
 
+_IN_STEP = re.compile(r"-(\d{1,9})\.(\d{1,9})\.(\d{1,9})$", re.ASCII)
 NO_LIMIT = Credit(0, 0, 0, 0)
 
 
@@ -108,6 +110,25 @@ class Piece(msgspec.Struct, frozen=True):
 def job_id_for(run: str, source_row: str, epoch: int, sampling: Any, n: int) -> str:
     """Deterministic: the same row, epoch, sampling and n give the same id."""
     return tagged(run, _digest(source_row, epoch, sampling, n))
+
+
+class StepRow(NamedTuple):
+    """Which optimiser step of a deterministic run trains a prompt's sequences."""
+
+    step: int  # from 0
+    row: int  # among the step's prompts, from 0
+    rows: int  # prompts of the step
+
+
+def id_in_step(job_id: str, place: StepRow) -> str:
+    """The id of a prompt's job in a deterministic run; its tombstones have nothing else that tells the step."""
+    return f"{job_id}-{place.step}.{place.row}.{place.rows}"
+
+
+def step_row_of(job_id: str) -> StepRow | None:
+    """The inverse; None for any other job."""
+    found = _IN_STEP.search(job_id)
+    return found and StepRow(*map(int, found.groups()))
 
 
 def rollout_group_for(run: str, source_row: str, epoch: int, sampling: Any, n: int) -> str:

@@ -58,6 +58,7 @@ def contract_of(config: Config) -> dict[str, Any]:
     """Configuration keys and their values."""
     sampling = cast("dict[str, Any]", msgspec.to_builtins(config.sampling))
     return {
+        "deterministic": config.deterministic,
         "consumer.count": config.consumer.count,
         "producer.samples_per_version": config.producer.samples_per_version,
         "producer.max_staleness": config.producer.max_staleness,

@@ -311,6 +311,7 @@ class TrainingBatch(Wire, frozen=True, kw_only=True, tag="training_batch"):
     batch_id: str
     samples: list[TrainingSample]
     rows: list[list[int]] = []  # packing: sample indices per row, best-fit decreasing by token budget
+    step: int | None = None  # the optimiser step that trains it, from 0; deterministic runs only
     metrics: dict[str, float] = {}  # reduced over the samples, keys of sluice.pipeline.telemetry.training_metrics
 
 

@@ -36,7 +36,7 @@ class RolloutIntake:
         self._writer = ImageWriter.of(role.config)
         self.chunk = role.config.producer.group_size  # one row's
 
-    def items(self, row: Row, epoch: int) -> list[RolloutHead]:
+    def items(self, row: Row, epoch: int, number: int) -> list[RolloutHead]:
         """The group of one row."""
         return heads_of(self._role.config, row, epoch, self._writer)
 

@@ -174,6 +174,8 @@ class Decoder:
         del self.rows[remaining:]
         self._last = self._last[:remaining]
         self._table = None
+        if not remaining:  # where a row lies in the buffers may change its bits: one alone depends on none before it
+            self._cache = DecodeCache(self._device)
 
     def _table_of(self, rows: Sequence[Row]) -> SamplingTable:
         return SamplingTable.of(
