@@ -56,7 +56,7 @@ test-all: setup ## Everything that needs neither hours nor a GPU: test, test-red
 	SLUICE_TEST_TALLY=$(TALLY) $(MAKE) --no-print-directory test-late || failed=1; \
 	$(BIN)/python -m tests.tiers $(TALLY) && test -z "$$failed"
 
-test-clients: setup ## Agents of other packages against the gateway; installs each into an environment of its own
+test-clients: setup ## Agents of other packages at the gateway, verl's losses; installs each into an environment of its own
 	@$(BIN)/python -m pytest -q -m clients tests/clients $(ARGS)
 
 test-gpu: setup ## What only a GPU can show (needs one, and VLLM=gpu; at most ten minutes)

@@ -63,7 +63,7 @@ TIERS = {
     "soak": Tier(
         "make soak", "hours of random faults, every mutant", ("soak/test_soak", "soak/test_recovery", "soak/test_fuzz")
     ),
-    "clients": Tier("make test-clients", "agents of other packages, in environments of their own", ("clients/",)),
+    "clients": Tier("make test-clients", "other packages, in environments of their own", ("clients/",)),
     "gpu": Tier("make test-gpu", "what only a GPU can show", ("gpu/",)),
 }
 _ONE_ENGINE = {"vllm", "guarded_vllm", "backend", "guarded"}  # fixtures that start a vLLM for the whole session
