@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ import msgspec
 
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DeadlineExceeded
+from sluice.pipeline.logs import get_logger
 from sluice.pipeline.prompts.admission import MAX_TURNS
 from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
@@ -33,12 +35,40 @@ from sluice.producers.gateway.decoding import Decoding
 from sluice.producers.gateway.images import RequestImages, Taken
 from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.refusals import Refusal, closed, unknown
-from sluice.producers.gateway.requests import ChatRequest
+from sluice.producers.gateway.requests import ChatRequest, alone_in_group
 from sluice.producers.gateway.tool_calls import Parsed, ToolParser, assistant_message, read_calls
 from sluice.producers.gateway.trajectory import known_token_ids, path_to
 from sluice.producers.gateway.turns import Plan, digest, plan_turn
 
 _RENDERERS = 4  # tokenizing releases the GIL
+
+
+_REQUEST = "request_digest"  # in the metadata of a job with an idempotency key
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """A call with an `Idempotency-Key`: its job is named by the key, and its answer is kept (worker.keep_result_s)."""
+
+    name: str
+    digest: str  # of the request
+
+    @classmethod
+    def of(cls, key: str, request: ChatRequest) -> Once:
+        """Whether an answer is streamed makes no difference."""
+        sent = request.model_dump(mode="json", exclude={"stream", "stream_options"})
+        return cls(digest([key, request.count])[:24], digest(sent))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Of the job."""
+        return {_REQUEST: self.digest}
+
+    def check(self, results: Sequence[SequenceResult]) -> None:
+        """Raises Refusal (400) if another request with this key made the job."""
+        if any(result.metadata.get(_REQUEST) != self.digest for result in results):
+            message = "the Idempotency-Key was used with another request; send each request its own key"
+            raise Refusal(400, message, "Idempotency-Key", code="idempotency_error")
 
 
 class Chat:
@@ -73,12 +103,14 @@ class Chat:
         request.check()
         return request.sampling(self._config.sampling)
 
-    async def events(self, request: ChatRequest, sampling: SamplingParams) -> AsyncGenerator[TokenDelta | Answer]:
+    async def events(
+        self, request: ChatRequest, sampling: SamplingParams, idempotency_key: str | None = None
+    ) -> AsyncGenerator[TokenDelta | Answer]:
         """Tokens as they arrive, if the request streams, then the answer. Raises Refusal, SluiceError, RedisError."""
         until = time.monotonic() + self._config.gateway.request_timeout_s
         taken = await self._images.of_messages(request.plain_messages(), until)
         if request.rollout_id is None:
-            flow = self._plain(request, taken, sampling, until)
+            flow = self._plain(request, taken, sampling, until, idempotency_key)
         else:
             flow = self._turn(request, request.rollout_id, taken, sampling, until)
         async with aclosing(flow) as events:
@@ -87,9 +119,15 @@ class Chat:
                     yield event
 
     async def _plain(
-        self, request: ChatRequest, taken: Taken, sampling: SamplingParams, until: float
+        self,
+        request: ChatRequest,
+        taken: Taken,
+        sampling: SamplingParams,
+        until: float,
+        idempotency_key: str | None,
     ) -> AsyncGenerator[TokenDelta | Answer]:
-        name = secrets.token_hex(12)
+        once = None if idempotency_key is None else Once.of(idempotency_key, request)
+        name = secrets.token_hex(12) if once is None else once.name
         images = taken.refs
         if images and not (request.tools or request.response_mask):  # workers apply the processor's own template
             prompt: dict[str, Any] = {"messages": taken.messages, "images": images}
@@ -97,7 +135,8 @@ class Chat:
             plan = await self._plan([], request, taken, sampling, until)
             prompt = {"prompt_token_ids": TokenArray(plan.prompt_token_ids), "images": images}
         await self._images.store(taken, until)
-        job = self._job(request, f"chat-{name}", sampling, n=request.count, **prompt)
+        metadata = {} if once is None else once.metadata
+        job = self._job(request, f"chat-{name}", sampling, n=request.count, metadata=metadata, **prompt)
         results: list[SequenceResult] = []
         async with aclosing(self._decoding.events(job, until)) as events:
             async for event in events:
@@ -105,7 +144,10 @@ class Chat:
                     yield event
                 else:
                     results.append(event)
-        await self._decoding.forget(job)
+        if once is None:
+            await self._decoding.forget(job)
+        else:
+            once.check(results)
         results.sort(key=lambda result: result.index)
         said = [self._message(request, result, f"{name}{result.index:x}") for result in results]
         yield Answer(request.model, results, said)
@@ -158,7 +200,10 @@ class Chat:
     async def _open(self, rollout_id: str) -> Rollout:
         """Open the rollout for a caller that hasn't. Raises Refusal if it was closed in the meantime."""
         head = RolloutHead.alone(rollout_id, task=self._config.rollout_matching.task)
-        self._metrics.rollouts.labels("opened").inc((await self._rollouts.open([head])) == ["enqueued"])
+        opened = (await self._rollouts.open([head])) == ["enqueued"]
+        self._metrics.rollouts.labels("opened").inc(opened)
+        if opened and (problem := alone_in_group(self._config.policy)):
+            get_logger().warning("a rollout that nobody opened trains nothing", rollout_id=rollout_id, why=problem)
         return await self._load(rollout_id)
 
     async def _load(self, rollout_id: str) -> Rollout:

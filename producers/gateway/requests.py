@@ -7,20 +7,26 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, StringConstraints, field_validator
 
-from sluice.pipeline.wire.messages import MAX_GROUP, Message, SamplingParams
+from sluice.pipeline.config.rules import MAX_REWARD_PARTS, REWARD_NAME
+from sluice.pipeline.config.types import Config, PolicyConfig
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.wire.messages import MAX_GROUP, Message, RolloutHead, SamplingParams
 from sluice.producers.gateway import fields
 from sluice.producers.gateway.fields import ListedSchema
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.http.schemas import (
     MAX_ID_LENGTH,
+    MAX_METADATA_BYTES,
     MAX_TOKENS_LIMIT,
     STOP,
     CompletionsRequest,
+    JsonObject,
     TokenId,
 )
 
@@ -130,13 +136,31 @@ class ChatRequest(ListedSchema, CompletionsRequest):
             raise Refusal(400, f"{error}; correct or remove it", str(error).partition(" ")[0]) from error
 
 
+RewardName = Annotated[str, StringConstraints(pattern=rf"^{REWARD_NAME}$")]
+
+
 class FinishRequest(ListedSchema):
     """`POST /v1/rollout/{rollout_id}/finish`."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"final_status": "COMPLETED", "reward": 1.0}]})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"final_status": "COMPLETED", "reward": 1.0},
+                {"final_status": "COMPLETED", "rewards": {"right": 1.0, "short": 0.25}},
+            ]
+        }
+    )
 
     final_status: Literal["COMPLETED", "ERROR", "CANCELLED"] = Field(description="Only COMPLETED rollouts are trained.")
-    reward: float | None = Field(default=None, description="Of the whole rollout; null: the task decides.")
+    reward: float | None = Field(
+        default=None, description="Of the whole rollout; null: the sum of `rewards`, or without them the task decides."
+    )
+    rewards: dict[RewardName, float] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_REWARD_PARTS,
+        description="Its parts by name, kept in the metadata of the sequence.",
+    )
     truth: Any = Field(default=None, description="For the task; null: the truth the rollout was opened with.")
 
     @field_validator("truth")
@@ -144,6 +168,87 @@ class FinishRequest(ListedSchema):
     def _can_travel(cls, value: Any) -> Any:
         check_can_travel(value)
         return value
+
+    @property
+    def total(self) -> float | None:
+        """The reward, from its parts if only they were sent. Raises Refusal (400) if the sum isn't finite."""
+        if self.reward is not None or self.rewards is None:
+            return self.reward
+        if not math.isfinite(total := sum(self.rewards.values())):
+            raise Refusal(400, "rewards: their sum is not finite; send smaller ones", "rewards")
+        return total
+
+
+class OpenRequest(ListedSchema):
+    """`POST /v1/rollouts`. A group is complete once all its members have ended."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"rollout_id": "sums-1:0", "group_id": "sums-1", "group_size": 8, "index": 0, "truth": "1714"}]
+        }
+    )
+
+    rollout_id: str | None = Field(
+        default=None, min_length=1, max_length=MAX_ID_LENGTH, description="Null: a new one is made."
+    )
+    group_id: str | None = Field(
+        default=None, min_length=1, max_length=MAX_ID_LENGTH, description="Of the rollouts that are compared."
+    )
+    group_size: int = Field(default=1, ge=1, le=MAX_GROUP, description="Rollouts in the group.")
+    index: int = Field(default=0, ge=0, lt=MAX_GROUP, description="Its place in the group, from 0.")
+    task: str | None = Field(default=None, description="The run's `rollout_matching.task`, or null.")
+    truth: Any = Field(default=None, description="For the task.")
+    metadata: JsonObject = Field(default={}, description="Kept with the sequence; at most 1 MiB as JSON.")
+
+    @field_validator("truth", "metadata")
+    @classmethod
+    def _can_travel(cls, value: Any) -> Any:
+        check_can_travel(value)
+        return value
+
+    @field_validator("metadata")
+    @classmethod
+    def _small(cls, value: JsonObject) -> JsonObject:
+        if (size := len(msgspec.json.encode(value))) > MAX_METADATA_BYTES:
+            raise ValueError(f"has {size} bytes as JSON; at most {MAX_METADATA_BYTES}")
+        return value
+
+    def head(self, rollout_id: str, config: Config) -> RolloutHead:
+        """Raises Refusal (400) for a group or task that the run can't train."""
+        self.check_fields()
+        task = config.rollout_matching.task
+        if self.task not in (None, task):
+            raise Refusal(400, f"task: this run's is {task} (rollout_matching.task); send that, or remove it", "task")
+        if self.group_id is None and self.group_size > 1:
+            raise Refusal(400, f"group_size is {self.group_size}, but there is no group_id; send one", "group_id")
+        if self.group_size == 1 and (problem := alone_in_group(config.policy)):
+            raise Refusal(400, f"group_size: {problem}", "group_size")
+        keep = config.rollout_matching.reward is not None
+        try:
+            return RolloutHead(
+                rollout_id=rollout_id,
+                group_id=self.group_id or rollout_id,
+                group_size=self.group_size,
+                index=self.index,
+                task=task,
+                truth=self.truth,
+                metadata=self.metadata,
+                keep_messages=keep,
+            )
+        except MessageError as error:
+            path = "rollout_id" if str(error).startswith("rollout_id") else "index"
+            raise Refusal(400, str(error), path) from error
+
+
+def alone_in_group(policy: PolicyConfig) -> str:
+    """Why a group of one trains nothing under this policy; empty if it does."""
+    if not policy.enabled or (policy.advantage in ("reward", "reinforce_pp") and not policy.by_pairs):
+        return ""
+    what = f"policy.loss {policy.loss}" if policy.by_pairs else f"policy.advantage {policy.advantage}"
+    return (
+        f"{what} compares the rollouts of a group, so a group of one has advantage 0; open them with "
+        "POST /v1/rollouts and a group_id, group_size and index, or set policy.advantage to reward"
+    )
 
 
 def check_can_travel(value: Any) -> None:

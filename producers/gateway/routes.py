@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 from fastapi import APIRouter, Body, Header, Path, Request, Response
@@ -18,11 +19,11 @@ from sluice.pipeline.wire.messages import TokenDelta
 from sluice.producers.gateway.completion import Answer, ChatStream, by_id, with_error
 from sluice.producers.gateway.infer import encode_envelopes, read_call
 from sluice.producers.gateway.openapi import CHAT, CHAT_EXAMPLES, INFER, INFER_BODY, errors
-from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.requests import ChatRequest, FinishRequest
+from sluice.producers.gateway.refusals import Refusal, closed
+from sluice.producers.gateway.requests import ChatRequest, FinishRequest, OpenRequest
 from sluice.producers.gateway.service import Service, unless_gone
 from sluice.producers.gateway.trajectory import Verdict
-from sluice.producers.http.schemas import ROLLOUT_ID, RolloutResponse
+from sluice.producers.http.schemas import MAX_ID_LENGTH, ROLLOUT_ID, RolloutResponse
 from sluice.producers.http.strict_json import StrictRoute
 
 JSON = "application/json"
@@ -35,6 +36,7 @@ class Model(BaseModel):
     object: str = "model"
     created: int = 0
     owned_by: str = "sluice"
+    max_model_len: int | None = Field(default=None, description="Tokens of prompt and answer together.")
 
 
 class Models(BaseModel):
@@ -46,6 +48,17 @@ class Models(BaseModel):
 
 _ChatBody = Annotated[ChatRequest, Body(openapi_examples=CHAT_EXAMPLES)]
 _RolloutHeader = Annotated[str | None, Header(description="Instead of `rollout_id` in the body.")]
+_RolloutPath = Annotated[str, Path(description="Instead of `rollout_id` in the body.", examples=["r-1"])]
+_IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        min_length=1,
+        max_length=MAX_ID_LENGTH,
+        description="A repeated call with the same key gets the same answer. With a `rollout_id` every call does.",
+    ),
+]
+_ModelName = Annotated[str, Path(description="As in `model` of a request.", examples=["default"])]
+_SCOPE = f"/rollouts/{ROLLOUT_ID}"
 
 
 class _Events(StreamingResponse):
@@ -65,18 +78,23 @@ def chat_routes(service: Service) -> APIRouter:
     router = APIRouter(route_class=StrictRoute, tags=["completions"])
     _add_chat(router, service)
     _add_infer(router, service)
-    _add_models(router, ("default", service.config.gateway.model_name))
+    _add_models(router, service)
     return router
 
 
 def _add_chat(router: APIRouter, service: Service) -> None:
-    @router.post(
-        "/v1/chat/completions",
-        response_model=None,
-        summary="A chat completion, or the next turn of a rollout",
-        responses=CHAT | errors(400, 401, 404, 409, 413, 422, 429, 500, 503, 504, 507),
-    )
-    async def chat(body: _ChatBody, request: Request, x_rollout_id: _RolloutHeader = None) -> Response:
+    said: dict[str, Any] = {
+        "response_model": None,
+        "responses": CHAT | errors(400, 401, 404, 409, 413, 422, 429, 500, 503, 504, 507),
+    }
+
+    @router.post("/v1/chat/completions", summary="A chat completion, or the next turn of a rollout", **said)
+    async def chat(
+        body: _ChatBody,
+        request: Request,
+        x_rollout_id: _RolloutHeader = None,
+        idempotency_key: _IdempotencyKey = None,
+    ) -> Response:
         """OpenAI's protocol, with the token ids of the prompt and the sampled tokens.
 
         Calls with the same `rollout_id` are the turns of one rollout: each call's messages begin with those of an
@@ -85,9 +103,26 @@ def _add_chat(router: APIRouter, service: Service) -> None:
         Every field is served or refused by name with 400: OpenAI's and vLLM's that are not listed, such as
         `response_format`, may have the value that changes nothing.
         """
-        if body.rollout_id is None and x_rollout_id is not None:
-            body = body.model_copy(update={"rollout_id": x_rollout_id})
-        return await _chat(service, body, request)
+        return await _chat(service, in_rollout(body, header=x_rollout_id), request, idempotency_key)
+
+    @router.post(f"{_SCOPE}/v1/chat/completions", summary="The next turn of the rollout in the URL", **said)
+    async def turn(
+        rollout_id: _RolloutPath, body: _ChatBody, request: Request, x_rollout_id: _RolloutHeader = None
+    ) -> Response:
+        """For agents whose only setting is the base URL: `{gateway}/rollouts/{rollout_id}/v1`."""
+        return await _chat(service, in_rollout(body, header=x_rollout_id, url=rollout_id), request)
+
+
+_RequestT = TypeVar("_RequestT", bound=ChatRequest)
+
+
+def in_rollout(body: _RequestT, *, header: str | None = None, url: str | None = None) -> _RequestT:
+    """The request with the rollout that its URL, header or body names. Raises Refusal (400) if they differ."""
+    named = {name for name in (url, header, body.rollout_id) if name is not None}
+    if len(named) > 1:
+        message = "rollout_id: the URL, the header X-Rollout-Id and the body name different rollouts; send one"
+        raise Refusal(400, message, "rollout_id")
+    return body.model_copy(update={"rollout_id": named.pop()}) if named else body
 
 
 def _add_infer(router: APIRouter, service: Service) -> None:
@@ -114,33 +149,44 @@ def _add_infer(router: APIRouter, service: Service) -> None:
         return Response(encode_envelopes(envelopes), media_type=JSON)
 
 
-def _add_models(router: APIRouter, names: Sequence[str]) -> None:
-    @router.get("/v1/models", summary="Names of the model", response_description="All of them.", responses=errors(401))
+def _add_models(router: APIRouter, service: Service) -> None:
+    names, most = ("default", service.config.gateway.model_name), service.max_model_len
+    listed = Models(data=[Model(id=name, max_model_len=most) for name in names])
+    all_of_them: dict[str, Any] = {"response_description": "All of them.", "responses": errors(401)}
+    one_of_them: dict[str, Any] = {"response_description": "The name is served.", "responses": errors(401, 404, 422)}
+
+    @router.get("/v1/models", summary="Names of the model", **all_of_them)
     async def models() -> Models:
         """Every name means the weights being served at the time."""
-        return Models(data=[Model(id=name) for name in names])
+        return listed
 
-    @router.get(
-        "/v1/models/{name}",
-        summary="One name of the model",
-        response_description="The name is served.",
-        responses=errors(401, 404, 422),
-    )
-    async def model(
-        name: Annotated[str, Path(description="As in `model` of a request.", examples=["default"])],
-    ) -> Model:
-        """For clients that check whether a name is served."""
+    @router.get(f"{_SCOPE}/v1/models", summary="Names of the model, under a rollout's URL", **all_of_them)
+    async def models_of_rollout(rollout_id: _RolloutPath) -> Models:
+        """The same for every rollout, open or not."""
+        return listed
+
+    def named(name: str) -> Model:
         if name not in names:
             raise Refusal(404, f"model {name!r:.80} is not served; it may be {' or '.join(names)}", "model")
-        return Model(id=name)
+        return Model(id=name, max_model_len=most)
+
+    @router.get("/v1/models/{name}", summary="One name of the model", **one_of_them)
+    async def model(name: _ModelName) -> Model:
+        """For clients that check whether a name is served."""
+        return named(name)
+
+    @router.get(f"{_SCOPE}/v1/models/{{name}}", summary="One name of the model, under a rollout's URL", **one_of_them)
+    async def model_of_rollout(rollout_id: _RolloutPath, name: _ModelName) -> Model:
+        """The same for every rollout, open or not."""
+        return named(name)
 
 
-async def _chat(service: Service, body: ChatRequest, request: Request) -> Response:
+async def _chat(service: Service, body: ChatRequest, request: Request, idempotency_key: str | None = None) -> Response:
     sampling = service.chat.check(body)
     names = None if not body.logprobs else by_id if body.return_tokens_as_token_ids else service.token_names
     async with AsyncExitStack() as held:
         held.enter_context(service.gate.enter())
-        source = await held.enter_async_context(aclosing(service.chat.events(body, sampling)))
+        source = await held.enter_async_context(aclosing(service.chat.events(body, sampling, idempotency_key)))
         first = await unless_gone(request, anext(source))  # refusals come before the first byte
         if isinstance(first, Answer) and not body.stream:
             _count(service, first)
@@ -190,6 +236,14 @@ class Finished(BaseModel):
     parts: int | None = Field(default=None, description="Training sequences; more than one if it forked.")
 
 
+class Opened(BaseModel):
+    """The rollout is open."""
+
+    rollout_id: str
+    already: bool = Field(description="It was open before; its group and truth are those of then.")
+    base_path: str = Field(description="For an agent that takes only a base URL: this path of this server.")
+
+
 def rollout_routes(service: Service) -> APIRouter:
     """Routes of one process."""
     router = APIRouter(route_class=StrictRoute, tags=["rollouts"], responses=errors(400, 401, 404, 413, 422, 500, 503))
@@ -199,13 +253,32 @@ def rollout_routes(service: Service) -> APIRouter:
     async def finish(rollout_id: Annotated[str, _ROLLOUT_ID], body: FinishRequest) -> Finished:
         """COMPLETED publishes its tokens for training, once; ERROR and CANCELLED drop them. May be repeated."""
         body.check_fields()
-        verdict = Verdict(final_status=body.final_status, reward=body.reward, truth=body.truth)
+        verdict = Verdict(final_status=body.final_status, reward=body.total, rewards=body.rewards, truth=body.truth)
         return await _end(rollout_id, verdict)
 
     @router.post("/v1/rollout/completed", summary="A rollout server's callback", **said)
     async def completed(body: RolloutResponse) -> Finished:
         """The callback after `POST /v1/rollout/init` at a rollout server; ends the rollout as `finish` does."""
-        return await _end(body.rollout_id, Verdict(final_status=body.status.value))
+        return await _end(body.rollout_id, Verdict(final_status=body.status.value, reward=body.reward))
+
+    @router.post(
+        "/v1/rollouts",
+        summary="Open a rollout",
+        response_description=Opened.__doc__ or "",
+        responses=errors(409),
+    )
+    async def opened(body: OpenRequest) -> Opened:
+        """Names its group, its place in it, and the truth, before its first call. May be repeated.
+
+        A rollout that isn't opened is a group of one, and opens with its first call.
+        """
+        rollout_id = secrets.token_hex(16) if body.rollout_id is None else body.rollout_id
+        [outcome] = await service.rollouts.open([body.head(rollout_id, service.config)])
+        if outcome == "done":
+            raise closed(rollout_id)
+        service.metrics.rollouts.labels("opened").inc(outcome == "enqueued")
+        path = f"/rollouts/{quote(rollout_id, safe='')}/v1"
+        return Opened(rollout_id=rollout_id, already=outcome == "duplicate", base_path=path)
 
     async def _end(rollout_id: str, verdict: Verdict) -> Finished:
         return Finished(**await service.closing.finish(rollout_id, verdict))

@@ -52,6 +52,13 @@ class Service:
     decode: Callable[[Sequence[int]], str]  # token ids to text without special tokens
     token_names: Callable[[int], dict[str, Any]]  # `token` and `bytes` of an entry of logprobs
 
+    @property
+    def max_model_len(self) -> int | None:
+        """The engine's limit, else the model's context; None: unknown."""
+        worker = self.config.worker
+        limit = worker.vllm.max_model_len if worker.backend == "vllm" else None
+        return limit or self.limits.context
+
     async def broker_answers(self) -> bool:
         """Whether it answers right now, without waiting for the client's retries."""
         try:

@@ -33,6 +33,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     final_status: str = "COMPLETED"
     reward: float | None = None
+    rewards: dict[str, float] | None = None  # its parts by name
     truth: Any = None  # None: the head's
 
 
@@ -129,7 +130,13 @@ def _about(
         },
         "truth": head.truth if verdict.truth is None else verdict.truth,
         "task": head.task,
-        "metadata": {**head.metadata, "num_turns": num_turns, "final_status": verdict.final_status, "parts": parts},
+        "metadata": {
+            **head.metadata,
+            "num_turns": num_turns,
+            "final_status": verdict.final_status,
+            "parts": parts,
+            **({} if verdict.rewards is None else {"rewards": verdict.rewards}),
+        },
         "messages": head.request.get("messages", []) if head.keep_messages else [],
     }
 

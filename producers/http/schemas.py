@@ -278,6 +278,7 @@ class RolloutResponse(Schema):
     final_messages: Annotated[list[Message], STOP] = Field(default_factory=list, description="The whole conversation.")
     finish_reason: FinishReason | None = None
     error_message: str | None = Field(default=None, description="Why it failed.")
+    reward: float | None = Field(default=None, description="Of the whole rollout; null: the task decides.")
     metrics: RolloutMetrics = Field(default_factory=RolloutMetrics)
     extra_fields: JsonObject = Field(
         default_factory=dict, description="error_category, http_status; template_drift, resyncs."

@@ -79,7 +79,7 @@ class Dispatcher:
             try:
                 if self._config.protocol == "sync":
                     answer = await self._answer(head, until)
-                    await self._finish(head, answer.status, until)
+                    await self._finish(head, answer, until)
                     self._count(head, answer)
                 else:
                     await self._init(head, until)
@@ -94,10 +94,11 @@ class Dispatcher:
     async def _answer(self, head: RolloutHead, until: float) -> Answer:
         return read_answer(await self._post("/rollout", head, until), head.rollout_id)
 
-    async def _finish(self, head: RolloutHead, status: str, until: float) -> None:
+    async def _finish(self, head: RolloutHead, answer: Answer, until: float) -> None:
         """Close it; our own server has already done so, and the gateway then repeats its answer."""
         path = f"/v1/rollout/{quote(head.rollout_id, safe=':')}/finish"
-        await self._gateway.call("POST", path, {"final_status": status}, until=until)
+        body = {"final_status": answer.status, "reward": answer.reward}
+        await self._gateway.call("POST", path, body, until=until)
 
     async def _init(self, head: RolloutHead, until: float) -> None:
         await self._post("/v1/rollout/init", head, until)

@@ -156,6 +156,7 @@ class Answer(msgspec.Struct):
     rollout_id: str
     status: Literal["COMPLETED", "ERROR"]
     error_message: str | None = None
+    reward: float | None = None  # of the whole rollout; None: the task decides
     metrics: Metrics = msgspec.field(default_factory=Metrics)
     extra_fields: dict[str, Any] | None = None
 

@@ -102,6 +102,7 @@ async def test_the_rollout_server(serve: Serve) -> None:
 async def test_the_gateway(config: Config, client: Any, keys: Any) -> None:
     async with serving(config, None) as gateway:
         paths = ["/v1/chat/completions", "/infer/", "/v1/rollout/completed", "/v1/rollout/r-1/finish"]
+        paths += ["/v1/rollouts", "/rollouts/r-1/v1/chat/completions"]
         await refuse_all(gateway.http, gateway.url, paths)
         url = gateway.url + "/v1/chat/completions"
         bodies = {name: HEAD + rest for name, rest in IN_A_CHAT.items()}
