@@ -36,14 +36,26 @@ def consume(
 def train(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     """Train on batches, checkpoint, and publish weight versions; resumes from its newest checkpoint.
 
+    With `trainer.ranks` it starts a process for each rank. torchrun and `accelerate launch` may start them as well.
+
     Example: `sluice train -c configs/text.yaml`
+    Example: `torchrun --nproc-per-node 2 --no-python sluice train -c configs/text.yaml`
     """
     import asyncio
 
+    from sluice.consumers.training.distributed import wants_ranks
+    from sluice.consumers.training.launch import launch, told_to_launcher, under_launcher
     from sluice.consumers.training.trainer import train as run
     from sluice.pipeline.config import load_config
+    from sluice.pipeline.run.supervisor import sluice_command
 
-    asyncio.run(run(load_config(config, overrides)))
+    settings = load_config(config, overrides)
+    if wants_ranks(settings) and not under_launcher():
+        given = [] if config is None else ["-c", str(config)]
+        launch(settings, sluice_command("train", *given, *(word for one in overrides for word in ("--set", one))))
+        return
+    with told_to_launcher():
+        asyncio.run(run(settings))
 
 
 def audit(

@@ -67,6 +67,35 @@ def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return rows
 
 
+def shares_of(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Sample indices per rank, every index once, in about equal sums of costs; ascending within a rank."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    sums = [0] * ranks
+    for index in sorted(range(len(costs)), key=lambda at: (-costs[at], at)):
+        rank = sums.index(min(sums))
+        shares[rank].append(index)
+        sums[rank] += costs[index]
+    return [sorted(share) for share in shares]
+
+
+def empty_rows(pad_id: int) -> PackedRows:
+    """A row of padding, without samples: a pass that takes part in collectives and trains nothing."""
+    return _blank((1, 2), pad_id)
+
+
+def _blank(shape: tuple[int, int], pad_id: int, vision: dict[int, VisionInputs] | None = None) -> PackedRows:
+    return PackedRows(
+        input_ids=np.full(shape, pad_id, dtype=np.int64),
+        labels=np.full(shape, IGNORED, dtype=np.int64),
+        weights=np.zeros(shape, dtype=np.float32),
+        position_ids=np.zeros(shape, dtype=np.int64),
+        segment_ids=np.full(shape, -1, dtype=np.int32),
+        token_types=np.zeros(shape, dtype=np.int64),
+        places=[],
+        vision=vision or {},
+    )
+
+
 def collate(
     samples: Sequence[TrainingSample],
     rows: Sequence[Sequence[int]],
@@ -75,17 +104,8 @@ def collate(
 ) -> PackedRows:
     """Lay out the samples according to `rows`; `vision`: of those with images, by index of the sample."""
     widths = [sum(len(samples[index].token_ids) for index in row) for row in rows]
-    shape = (len(rows), max(widths, default=0))
-    packed = PackedRows(
-        input_ids=np.full(shape, pad_id, dtype=np.int64),
-        labels=np.full(shape, IGNORED, dtype=np.int64),
-        weights=np.zeros(shape, dtype=np.float32),
-        position_ids=np.zeros(shape, dtype=np.int64),
-        segment_ids=np.full(shape, -1, dtype=np.int32),
-        token_types=np.zeros(shape, dtype=np.int64),
-        places=[],
-        vision={index: vision[index] for row in rows for index in row if index in vision} if vision else {},
-    )
+    seen = {index: vision[index] for row in rows for index in row if index in vision} if vision else {}
+    packed = _blank((len(rows), max(widths, default=0)), pad_id, seen)
     for row, indices in enumerate(rows):
         start = 0
         for segment, index in enumerate(indices):

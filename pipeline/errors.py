@@ -99,6 +99,12 @@ class DeadlineExceeded(SluiceError):
     exit_code = 7
 
 
+class RankLost(SluiceError):
+    """Another process of a trainer's group was killed, hangs or ended with an error; names the ranks and the work."""
+
+    exit_code = 7
+
+
 class TaskError(SluiceError):
     """A truth, parse, match or target step got input it can't use."""
 

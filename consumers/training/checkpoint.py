@@ -2,12 +2,17 @@
 
     checkpoints/step-000012/    model.safetensors config.json …   trainer/{optimizer.safetensors, state.json,
                                 digests.json}
+                                of several ranks: config.json …   trainer/{shards/, optimizer.json, state.json,
+                                digests.json}
     weights/v000012/handoff.json   the same state, next to the weights that your own training loop published
     handoff.json                   what such a loop has finished since without a version; the file with the newer
                                    step wins
 
 Your own loop can continue what the built-in trainer began. The reverse is refused: the built-in trainer has no
 optimiser state for it, and its checkpoints are older than the run.
+
+Of several ranks each writes the tensors that it has to `shards`, in the format of PyTorch's Distributed Checkpoint. Any
+number of ranks reads either kind.
 
 The state lists the batches that the weights were trained on, and what was dropped from them. They are acked only after
 the rename, so a trainer killed at any point trains each batch once: acking twice is harmless, training twice
@@ -29,8 +34,13 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed import is_initialized
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from sluice.consumers.training.model import HANDOFF_FILE, read_model, write_model
+from sluice.consumers.training.model import HANDOFF_FILE, copy_settings, read_model, write_model
 from sluice.consumers.training.optimizer import optimizer_name
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import ConfigError, DataError, MessageError, ModelError, WeightsError
@@ -43,6 +53,8 @@ from sluice.pipeline.wire.messages import DeadLetter
 
 _STATE = Path("trainer/state.json")
 _OPTIMIZER = Path("trainer/optimizer.safetensors")
+_SHARDS = Path("trainer/shards")
+_OPTIMIZER_NAME = Path("trainer/optimizer.json")  # beside shards
 _DIGESTS = Path("trainer/digests.json")
 _NAME = "optimizer"
 _RECENT_IDS = 8192
@@ -122,20 +134,28 @@ def save(
     fence: Callable[[], None] = lambda: None,
     *,
     written: Path | None = None,
+    shards: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write step `state.step`; returns its directory once it is durable.
 
     `written`: a directory that `write_model` has filled with this model; its files are linked. `fence` is called right
-    before the rename, and may raise to prevent it.
+    before the rename, and may raise to prevent it. `shards`: makes every rank write its tensors (`save_shards`).
     """
     target = root / f"step-{state.step:06d}"
     aside = root / f".{target.name}.{secrets.token_hex(8)}.tmp"  # pids repeat across containers
     (aside / "trainer").mkdir(parents=True)
-    if written is None:
+    if written is not None:
+        link_files(written, aside)
+    elif shards is None:
         write_model(model, source, aside)
     else:
-        link_files(written, aside)
-    save_file(_optimizer_tensors(optimizer), str(aside / _OPTIMIZER), {_NAME: optimizer_name(optimizer)})
+        copy_settings(source, aside)
+    if shards is None:
+        save_file(_optimizer_tensors(optimizer), str(aside / _OPTIMIZER), {_NAME: optimizer_name(optimizer)})
+    else:
+        shards(aside / _SHARDS)
+        fsync_tree(aside / _SHARDS)
+        write_atomic(aside / _OPTIMIZER_NAME, msgspec.json.encode({_NAME: optimizer_name(optimizer)}))
     write_atomic(aside / _STATE, msgspec.json.encode(state))
     write_atomic(aside / _DIGESTS, msgspec.json.encode(_digests(aside)))
     fsync_tree(aside / "trainer")
@@ -209,7 +229,8 @@ def load(
     for that of another optimiser.
     """
     try:
-        saved_by = _saved_by(directory / _OPTIMIZER)
+        is_sharded = (directory / _SHARDS).is_dir()
+        saved_by = _saved_by(directory, is_sharded)
         if saved_by != optimizer_name(optimizer):
             raise ConfigError(
                 f"{directory}: trained with trainer.optimizer {saved_by}, and {optimizer_name(optimizer)} can't "
@@ -217,19 +238,42 @@ def load(
                 "(--set run=NAME --model DIRECTORY)"
             )
         state = read_json((directory / _STATE).read_bytes(), TrainerState, _STATE.name)
-        model.load_state_dict(read_model(directory, config or ModelConfig()).state_dict())
-        _fill_optimizer(optimizer, load_file(str(directory / _OPTIMIZER)))
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, MessageError) as error:
+        if is_sharded:
+            _load_shards(directory / _SHARDS, model, optimizer)
+        else:
+            model.load_state_dict(read_model(directory, config or ModelConfig()).state_dict())
+            _fill_optimizer(optimizer, load_file(str(directory / _OPTIMIZER)))
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, MessageError, CheckpointException) as error:
         raise ModelError(
             f"{directory}: damaged checkpoint ({error}); delete it to continue from the previous one"
         ) from error
     return state
 
 
-def _saved_by(file: Path) -> str:
+def _saved_by(directory: Path, is_sharded: bool) -> str:
     """The optimiser's name; older releases had one, and didn't write it."""
-    with safe_open(str(file), framework="pt") as tensors:
+    if is_sharded:
+        return read_json((directory / _OPTIMIZER_NAME).read_bytes(), dict[str, str], _OPTIMIZER_NAME.name)[_NAME]
+    with safe_open(str(directory / _OPTIMIZER), framework="pt") as tensors:
         return (tensors.metadata() or {}).get(_NAME, "adamw")
+
+
+def save_shards(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write what this rank has; all ranks call it, and it returns once everything is on disk."""
+    tensors, moments = get_state_dict(model, optimizer)
+    save_distributed({"model": tensors, _NAME: moments["state"]}, checkpoint_id=directory)
+
+
+def _load_shards(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fill what this rank has; all ranks call it, or a process that has the whole model."""
+    tensors, moments = get_state_dict(model, optimizer)
+    load_distributed({"model": tensors, _NAME: moments["state"]}, checkpoint_id=directory, no_dist=not is_initialized())
+    set_state_dict(model, optimizer, model_state_dict=tensors, optim_state_dict=moments)
+
+
+def has_model(directory: Path) -> bool:
+    """Whether a checkpoint has its weights as a model directory has them."""
+    return any(directory.glob("*.safetensors"))
 
 
 def prune(root: Path, keep: int) -> None:

@@ -1,9 +1,17 @@
-"""The trainer under `accelerate launch` with an FSDP configuration: one process, FSDP2.
+"""The trainer's model in parts: FSDP2 on ranks that torchrun started, or `accelerate launch`.
 
-    started_sharded() ─▶ sharding() ─▶ load ─▶ TrainStep ─▶ shard(model, optimizer) ─▶ Trainer
+    sharding() ─▶ load ─▶ before_optimizer(model) ─▶ TrainStep ─▶ after_optimizer(model, optimizer) ─▶ Trainer
 
-- State dicts of a sharded model and its optimiser are full: plain tensors, under the same names and indices as without
-  FSDP. So checkpoints and versions are the same files, and either trainer can resume from the other's.
+| started by                         | who shards, and as what says            | checkpoints                   |
+|------------------------------------|-----------------------------------------|-------------------------------|
+| `sluice train` alone               | nobody                                  | whole                         |
+| torchrun, or `trainer.ranks`       | `shard_model`, `trainer.fsdp`           | in shards                     |
+| `accelerate launch`, one process   | accelerate, its configuration           | whole                         |
+| `accelerate launch`, several       | accelerate, its configuration           | in shards                     |
+
+- Gradients are summed over ranks, not averaged: the loss is divided by numbers of the whole batch (step.py).
+- Whole checkpoints of a sharded model are the plain trainer's files: state dicts have full tensors, under the same
+  names and indices. Any trainer resumes from any checkpoint.
 - accelerate is imported only in a process that it launched.
 - A setting that this trainer doesn't support is an error; it's never silently ignored.
 """
@@ -13,21 +21,41 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sluice.consumers.training.model import device_of
-from sluice.pipeline.config.types import ModelConfig
+from sluice.consumers.training.ranks import Ranks
+from sluice.pipeline.config.types import Config, FsdpConfig
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.logs import get_logger
 
-Shard = Callable[[torch.nn.Module, torch.optim.Optimizer], None]
 _LAUNCHED = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # a scheduler may set WORLD_SIZE for other programs, but not this
 _START_WAIT_S = 60.0
 _GUIDE = "see `sluice help docs training-distributed`"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What to do with a model, in this order."""
+
+    ranks: Ranks | None  # None: one process
+    device: torch.device
+    before_optimizer: Callable[[Any], None]
+    after_optimizer: Callable[[Any, torch.optim.Optimizer], None]
+
+
+def started_by_torchrun(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun started this process, itself and for this trainer."""
+    return _TORCHRUN in environ and not _by_accelerate(environ)
 
 
 def started_sharded(environ: Mapping[str, str]) -> bool:
@@ -36,18 +64,8 @@ def started_sharded(environ: Mapping[str, str]) -> bool:
     The launcher sets ACCELERATE_MIXED_PRECISION and one of `_LAUNCHED`; for FSDP also ACCELERATE_USE_FSDP and FSDP_*,
     and torchrun's LOCAL_RANK and WORLD_SIZE.
     """
-    if "ACCELERATE_MIXED_PRECISION" not in environ or not any(name in environ for name in _LAUNCHED):
-        if _TORCHRUN in environ and _number(environ, "WORLD_SIZE") > 1:
-            raise ConfigError(
-                f"torchrun started {environ['WORLD_SIZE']} trainers, but a run has one; start `sluice train` alone, or "
-                f"under `accelerate launch` with num_processes: 1 ({_GUIDE})"
-            )
+    if not _by_accelerate(environ):
         return False
-    if _number(environ, "WORLD_SIZE") > 1:
-        raise ConfigError(
-            f"accelerate launched {environ['WORLD_SIZE']} processes, but the trainer supports one; set num_processes: "
-            f"1 ({_GUIDE})"
-        )
     if not _on(environ, "ACCELERATE_USE_FSDP") or "LOCAL_RANK" not in environ:
         raise ConfigError(
             "accelerate launched this trainer without FSDP; set distributed_type: FSDP in its configuration, or start "
@@ -61,12 +79,25 @@ def started_sharded(environ: Mapping[str, str]) -> bool:
     return True
 
 
+def wants_ranks(config: Config) -> bool:
+    """Whether the configuration asks for a process group, even of one."""
+    return config.trainer.ranks > 1 or config.trainer.fsdp != FsdpConfig()
+
+
+def _by_accelerate(environ: Mapping[str, str]) -> bool:
+    return "ACCELERATE_MIXED_PRECISION" in environ and any(name in environ for name in _LAUNCHED)
+
+
 def _refused(environ: Mapping[str, str]) -> list[tuple[bool, str]]:
     return [
         (environ.get("FSDP_VERSION", "1") != "2", "fsdp_version: 2 (`accelerate to-fsdp2` converts a file)"),
         (environ["ACCELERATE_MIXED_PRECISION"] not in ("no", "bf16"), 'mixed_precision: "no" or bf16'),
         (environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO", 'dynamo_backend: "no"'),
         (_on(environ, "FSDP_OFFLOAD_PARAMS"), "fsdp_offload_params: false"),
+        (
+            _on(environ, "FSDP_CPU_RAM_EFFICIENT_LOADING") and _number(environ, "WORLD_SIZE") > 1,
+            "fsdp_cpu_ram_efficient_loading: false, or num_processes: 1",
+        ),
         (_on(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"), "no parallelism_config"),
     ]
 
@@ -81,22 +112,107 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 @contextlib.contextmanager
-def sharding(config: ModelConfig) -> Generator[Shard | None]:
-    """Hold the process group inside the block; yields a function that shards a model in place, None without FSDP.
+def sharding(config: Config) -> Generator[Sharding | None]:
+    """Hold the process group inside the block; yields None for a model in one piece.
 
     Raises ConfigError for an unsupported setup.
     """
-    if not started_sharded(os.environ):
+    environ = os.environ
+    size = _number(environ, "WORLD_SIZE")
+    by_accelerate = started_sharded(environ)
+    if not by_accelerate and not (started_by_torchrun(environ) and (size > 1 or wants_ranks(config))):
         yield None
         return
-    accelerator = _accelerator(device_of(config))
+    if size > 1:
+        _refuse_on_ranks(config, size)
+    if by_accelerate and config.trainer.fsdp != FsdpConfig():
+        raise ConfigError(f"accelerate's own configuration says how to shard; leave trainer.fsdp out ({_GUIDE})")
     try:
-        yield lambda model, optimizer: _shard(accelerator, model, optimizer)
+        yield _by_its_plugin(config, size) if by_accelerate else _by_torch(config)
     finally:
-        torch.distributed.destroy_process_group()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
-def _accelerator(device: torch.device) -> Any:
+def _refuse_on_ranks(config: Config, size: int) -> None:
+    trainer = config.trainer
+    for refused, instead in (
+        (trainer.ranks not in (1, size), f"trainer.ranks: {size}, as many as were started"),
+        (trainer.dropout, "trainer.dropout: false, since checkpoints hold the random state of one rank"),
+        (trainer.claim_gpu, "trainer.claim_gpu: false, since it claims one GPU"),
+        (trainer.optimizer != "adamw", "trainer.optimizer: adamw"),
+        (torch.device(config.model.device if config.model.device != "auto" else "cpu").index is not None,
+         "model.device: cuda, and choose with CUDA_VISIBLE_DEVICES"),
+    ):  # fmt: skip
+        if refused:
+            raise ConfigError(f"not supported on {size} ranks; set {instead} ({_GUIDE})")
+
+
+def _by_torch(config: Config) -> Sharding:
+    device = device_of(config.model)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=config.trainer.rank_timeout_s)
+    distributed.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=timeout)
+    ranks = Ranks(config.trainer.rank_timeout_s)
+
+    def after(_model: Any, optimizer: torch.optim.Optimizer) -> None:
+        accept_whole_moments(optimizer)
+
+    return Sharding(ranks, device, lambda model: shard_model(model, config.trainer.fsdp), after)
+
+
+def _by_its_plugin(config: Config, size: int) -> Sharding:
+    device = device_of(config.model)
+    accelerator = _accelerator(device, config.trainer.rank_timeout_s if size > 1 else _START_WAIT_S)
+    ranks = Ranks(config.trainer.rank_timeout_s) if size > 1 else None
+    return Sharding(
+        ranks,
+        accelerator.device,
+        lambda _model: None,
+        lambda model, optimizer: _shard(accelerator, model, optimizer, keep_whole=ranks is None),
+    )
+
+
+def shard_model(model: Any, options: FsdpConfig) -> None:
+    """Shard a transformers model over the default process group, a layer at a time; before it gets an optimiser."""
+    device = model.device.type
+    if options.cpu_offload and device == "cpu":
+        raise ConfigError("trainer.fsdp.cpu_offload: the model is on the CPU already; set it to false")
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    names = list(model.state_dict())
+    half = options.mixed_precision == "bf16"
+    settings: dict[str, Any] = {
+        "mesh": init_device_mesh(device, (distributed.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+    }
+    if options.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    for layer in layers:
+        fully_shard(layer, **settings)
+    fully_shard(model, **settings)
+    _sum_gradients(model)
+    accept_whole_model(model)
+    if list(model.state_dict()) != names:
+        raise ConfigError(f"sharding renames the model's tensors, and workers don't know the new names ({_GUIDE})")
+    get_logger().info(
+        "sharded", by="FSDP2", ranks=distributed.get_world_size(), layers=len(layers), backend=distributed.get_backend()
+    )
+
+
+def _sum_gradients(model: Any) -> None:
+    """Ranks may use different parameters of a layer in a pass; the ones without a gradient then count as 0."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def _accelerator(device: torch.device, timeout_s: float) -> Any:
     try:
         from accelerate import Accelerator
         from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
@@ -107,7 +223,7 @@ def _accelerator(device: torch.device) -> Any:
             f"model.device {device} names one GPU, but accelerate uses the first visible one; set "
             f"model.device: {device.type} and choose with CUDA_VISIBLE_DEVICES ({_GUIDE})"
         )
-    waits = InitProcessGroupKwargs(timeout=timedelta(seconds=_START_WAIT_S))
+    waits = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
     accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[waits])
     state = accelerator.state
     if state.distributed_type == DistributedType.MULTI_CPU:
@@ -124,14 +240,19 @@ def _accelerator(device: torch.device) -> Any:
     return accelerator
 
 
-def _shard(accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _shard(accelerator: Any, model: Any, optimizer: torch.optim.Optimizer, *, keep_whole: bool) -> None:
     names = list(model.state_dict())
     try:
         accelerator.prepare(model, optimizer)
     except (ValueError, KeyError) as error:
         raise ConfigError(f"accelerate cannot shard this model with its configuration: {error} ({_GUIDE})") from error
-    keep_model_whole(model)
-    keep_optimizer_whole(optimizer)
+    _sum_gradients(model)
+    if keep_whole:
+        keep_model_whole(model)
+        keep_optimizer_whole(optimizer)
+    else:
+        accept_whole_model(model)
+        accept_whole_moments(optimizer)
     if list(model.state_dict()) != names:
         raise ConfigError(f"sharding renames the model's tensors, and workers don't know the new names ({_GUIDE})")
     state = accelerator.state
@@ -140,8 +261,6 @@ def _shard(accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Opti
 
 def keep_model_whole(model: torch.nn.Module) -> None:
     """Make `state_dict` return full tensors, tied ones as one, and `load_state_dict` accept them."""
-    from torch.distributed.tensor import DTensor
-
     parts: dict[str, Any] = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, DTensor)}
     first: dict[int, str] = {}
     owner = {name: first.setdefault(id(part), name) for name, part in parts.items()}
@@ -150,10 +269,17 @@ def keep_model_whole(model: torch.nn.Module) -> None:
         whole = {name: state[name].full_tensor() for name in first.values()}
         state.update({name: whole[owner[name]] for name in parts})
 
+    accept_whole_model(model)
+    model.register_state_dict_post_hook(gather)
+
+
+def accept_whole_model(model: torch.nn.Module) -> None:
+    """Make `load_state_dict` accept full tensors."""
+    parts: dict[str, Any] = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, DTensor)}
+
     def spread(_module: Any, state: dict[str, Any], *_: Any) -> None:
         state.update({name: _like(parts[name], value) for name, value in state.items() if name in parts})
 
-    model.register_state_dict_post_hook(gather)
     model.register_load_state_dict_pre_hook(spread)
 
 
@@ -164,16 +290,37 @@ def keep_optimizer_whole(optimizer: torch.optim.Optimizer) -> None:
         state = {at: {name: whole(value) for name, value in kept.items()} for at, kept in tree["state"].items()}
         return {**tree, "state": state}
 
+    accept_whole_moments(optimizer)
+    optimizer.register_state_dict_post_hook(gather)
+
+
+def accept_whole_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Make `load_state_dict` accept full tensors."""
+
     def spread(_optimizer: Any, tree: dict[str, Any]) -> dict[str, Any]:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = dict(enumerate(param for group in optimizer.param_groups for param in group["params"]))
         state = {
             at: {name: _like(params[at], value) if value.ndim else value for name, value in kept.items()}
             for at, kept in tree["state"].items()
+            if at in params  # PyTorch's Distributed Checkpoint numbers them by name, and has parts already
         }
-        return {**tree, "state": state}
+        return {**tree, "state": {**tree["state"], **state}}
 
-    optimizer.register_state_dict_post_hook(gather)
     optimizer.register_load_state_dict_pre_hook(spread)
+
+
+def gathered(model: Any, *, keep: bool) -> dict[str, torch.Tensor]:
+    """A sharded model's full state dict in the host's memory, tied tensors as one; every rank calls it, and those that
+    don't `keep` it get an empty one. At most one tensor is whole on the device at a time.
+    """
+    found: dict[str, torch.Tensor] = {}
+    first: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        same = first.setdefault(id(value), name)
+        tensor = None if same != name else whole(value.detach())
+        if keep:
+            found[name] = found[same] if tensor is None else tensor.cpu()
+    return found
 
 
 def whole(tensor: Any) -> Any:
@@ -182,9 +329,7 @@ def whole(tensor: Any) -> Any:
 
 
 def _like(part: Any, value: torch.Tensor) -> torch.Tensor:
-    """A full tensor with the layout of a sharded part."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
+    """A full tensor with the layout of a sharded part; every rank has the same, so nothing is sent."""
     if not isinstance(part, DTensor) or isinstance(value, DTensor):
         return value
-    return distribute_tensor(value.to(part.device), part.device_mesh, part.placements)
+    return distribute_tensor(value.to(part.device), part.device_mesh, part.placements, src_data_rank=None)

@@ -49,7 +49,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from sluice.consumers.pack import PackedRows, collate, pack_rows
+from sluice.consumers.pack import PackedRows, collate, empty_rows, pack_rows, shares_of
 from sluice.consumers.samples import blind
 from sluice.consumers.training.images import token_type_names
 from sluice.consumers.training.losses import row_logprobs
@@ -141,11 +141,23 @@ class TrainerForward:
         """Raises ModelError if no layout is right."""
         return self._proof or self.prove()
 
-    def micro_batches(self, samples: Sequence[TrainingSample]) -> Iterator[PackedRows]:
-        """The samples in rows, at most `micro_batch_tokens` padded tokens per pass, or one row."""
+    def micro_batches(self, samples: Sequence[TrainingSample], rank: int = 0, ranks: int = 1) -> Iterator[PackedRows]:
+        """The samples of a rank in rows, at most `micro_batch_tokens` padded tokens per pass, or one row.
+
+        The same number for every rank: passes over a sharded model wait for each other, so the last ones may be empty.
+        """
+        costs = [len(sample.token_ids) + self._cost(sample) for sample in samples]
+        passes = [list(self._passes(samples, share)) for share in shares_of(costs, ranks)]
+        for rows in passes[rank]:
+            yield self._collate(samples, rows)
+        for _ in range(len(passes[rank]), max(map(len, passes))):
+            yield empty_rows(self._pad_id)
+
+    def _passes(self, samples: Sequence[TrainingSample], share: Sequence[int]) -> Iterator[list[list[int]]]:
+        """The rows of each pass over a rank's share of the samples, as indices of `samples`."""
         layout = self.proof.layout
-        lengths = [len(sample.token_ids) for sample in samples]
-        vision = [self._cost(sample) for sample in samples]
+        lengths = [len(samples[index].token_ids) for index in share]
+        vision = [self._cost(samples[index]) for index in share]
         costs = [length + cost for length, cost in zip(lengths, vision, strict=True)]
         rows = pack_rows(costs, 0 if layout is Layout.single else self._row_tokens)
         chunk: list[list[int]] = []
@@ -155,12 +167,12 @@ class TrainerForward:
             wider, more = max(width, length), seen + sees
             full = layout is Layout.bounded or wider * (len(chunk) + 1) + more > self._micro_batch_tokens
             if chunk and full:
-                yield self._collate(samples, chunk)
+                yield chunk
                 chunk, wider, more = [], length, sees
-            chunk.append(row)
+            chunk.append([share[index] for index in row])
             width, seen = wider, more
         if chunk:
-            yield self._collate(samples, chunk)
+            yield chunk
 
     def _cost(self, sample: TrainingSample) -> int:
         if not sample.images:

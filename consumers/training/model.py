@@ -143,18 +143,25 @@ def probe_score(model: Any, token_ids: list[int]) -> float:
     return float(logprobs.gather(1, ids[0, 1:, None]).sum())
 
 
-def write_model(model: Any, source: Path, target: Path) -> None:
+def write_model(model: Any, source: Path, target: Path, tensors: dict[str, Tensor] | None = None) -> None:
     """Write a model directory: the weights of `model` in the hub's layout, every other file as in `source`.
+
+    `tensors`: its state dict, if this process has parts of the model only.
 
     transformers holds some layers in other shapes than their checkpoints (experts in one tensor); its own saving
     converts them back, so every engine can read them.
     """
     with tempfile.TemporaryDirectory(dir=target) as saved:
         # The full state dict: the model may be sharded.
-        model.save_pretrained(saved, state_dict=model.state_dict())
+        model.save_pretrained(saved, state_dict=model.state_dict() if tensors is None else tensors)
         for file in Path(saved).iterdir():
             if file.name.endswith(_WEIGHTS):
                 file.rename(target / file.name)
+    copy_settings(source, target)
+
+
+def copy_settings(source: Path, target: Path) -> None:
+    """Every file of a model directory but the weights."""
     _copy(source, target, but=_WEIGHTS)
 
 
@@ -167,7 +174,7 @@ def stage(model: Any, source: Path, root: Path) -> Path:
     with staging(root) as aside:
         _save_in(aside, model)
         _check(aside, source)
-        _copy(source, aside, but=_WEIGHTS)
+        copy_settings(source, aside)
         return aside
 
 

@@ -4,13 +4,14 @@
   so the split into micro-batches doesn't change it. A sample may contribute to any of the three terms.
 - With `trainer.minibatches` each part of the batch is an optimiser batch. The record has the same means over all of
   them: each part weighs as much as it has tokens, boxes or sequences.
+- On several ranks each sample is trained by one of them, and all sums are over all ranks.
 - Needs no broker and no session: benchmarks and tests train with it directly.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -26,6 +27,7 @@ from sluice.consumers.training.policy.dpo import PairTerm
 from sluice.consumers.training.policy.loss import PolicyTerm, batch_normalised, temperature_rows
 from sluice.consumers.training.policy.minibatches import minibatches
 from sluice.consumers.training.policy.surrogate import load_surrogate
+from sluice.consumers.training.ranks import Ranks
 from sluice.consumers.training.row_logits import RowLogits
 from sluice.pipeline.config.types import PolicyConfig, TrainerConfig
 from sluice.pipeline.images.features import ImageFeatures
@@ -45,9 +47,12 @@ class TrainStep:
         coord_ids: Sequence[int] = (),
         policy: PolicyConfig = PolicyConfig(),  # noqa: B008  (frozen)
         images: VisionSource | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`images`: of the samples; None if they have none. Raises ConfigError for an unusable `policy.loss`."""
-        self.model, self._config, self._policy = model, config, policy
+        """`images`: of the samples; None if they have none. `ranks`: all of them make each call, with equal arguments,
+        and get equal results; None for one. Raises ConfigError for an unusable `policy.loss`.
+        """
+        self.model, self._config, self._policy, self._ranks = model, config, policy, ranks
         self._surrogate = load_surrogate(policy) if policy.enabled and not policy.by_pairs else None
         self._forward = TrainerForward(
             model, pad_id=pad_id, row_tokens=row_tokens, micro_batch_tokens=config.micro_batch_tokens, images=images
@@ -106,6 +111,10 @@ class TrainStep:
             norms.append(self._update(_trains(part, term)))
             if term is not whole and whole is not None:
                 whole.add(cast(Any, term))  # of one kind
+        if self._ranks is not None:
+            ce_sum, geometry_sum = self._ranks.sum([ce_sum, geometry_sum])
+            if isinstance(whole, PolicyTerm):  # pairs are compared by every rank
+                whole.gather(self._ranks.sum, self._ranks.largest)
         finite = [norm for norm in norms if math.isfinite(norm)]
         record = {
             "train/loss": ce_sum / _weight(samples),
@@ -138,7 +147,7 @@ class TrainStep:
         """Gradients of the loss of one optimiser batch; its sums of cross-entropy and geometry."""
         total, boxes = _weight(samples), _boxes(samples)
         ce_sum = geometry_sum = 0.0
-        for packed in self._forward.micro_batches(samples):
+        for packed in self._micro_batches(samples):
             ce, geometry, of_policy = self._losses(packed, samples, policy)
             loss = ce / total + geometry / boxes + of_policy
             if loss.requires_grad:
@@ -158,7 +167,7 @@ class TrainStep:
         self.model.eval()
         try:
             with torch.no_grad():
-                for packed in self._forward.micro_batches(samples):
+                for packed in self._micro_batches(samples):
                     token_ids = torch.from_numpy(packed.input_ids).to(self.model.device)
                     temperatures = temperature_rows(samples, packed, self.model.device)
                     logprobs = row_logprobs(self._forward.logits(packed), token_ids, temperatures).tolist()
@@ -167,7 +176,13 @@ class TrainStep:
                         scores[place.sample] = [0.0, *found[1:]] if found else []
         finally:
             self.model.train(training)
-        return scores
+        return scores if self._ranks is None else _gathered(scores, samples, self._ranks)
+
+    def _micro_batches(self, samples: Sequence[TrainingSample]) -> Iterator[PackedRows]:
+        """Of this rank."""
+        if self._ranks is None:
+            return self._forward.micro_batches(samples)
+        return self._forward.micro_batches(samples, self._ranks.rank, self._ranks.size)
 
     def _update(self, trains: bool) -> float:
         """The norm of the gradient; one that isn't finite makes no update. NaN if nothing `trains`."""
@@ -221,6 +236,14 @@ def _trains(samples: Sequence[TrainingSample], policy: PolicyTerm | PairTerm | N
     """Whether the loss of these samples has a term."""
     of_policy = policy is not None and policy.trains
     return of_policy or any(sample.geometry or any(sample.weights) for sample in samples)
+
+
+def _gathered(scores: Sequence[Sequence[float]], samples: Sequence[TrainingSample], ranks: Ranks) -> list[list[float]]:
+    """Each sample's scores are those of the one rank that has them."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    flat = ranks.sum([value for row, length in zip(scores, lengths, strict=True) for value in row or [0.0] * length])
+    ends = np.cumsum(lengths).tolist()
+    return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def _weight(samples: Sequence[TrainingSample]) -> float:

@@ -23,7 +23,7 @@ import contextlib
 import shutil
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,20 +31,24 @@ from typing import Protocol, cast
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from sluice.consumers.samples import letter
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training import checkpoint
 from sluice.consumers.training.checkpoint import TrainerState
-from sluice.consumers.training.distributed import Shard, sharding
+from sluice.consumers.training.distributed import Sharding, sharding
 from sluice.consumers.training.images import SampleImages, pixels_of
-from sluice.consumers.training.model import load_policy, probe_score, probe_tokens, staging, write_model
+from sluice.consumers.training.learner import Learner
+from sluice.consumers.training.model import load_policy, probe_tokens, staging
 from sluice.consumers.training.policy.dpo import NO_RECORD, pair_members, without_proximal
 from sluice.consumers.training.policy.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
 from sluice.consumers.training.policy.reference import is_the_trainers, reference_jobs, reference_scores
+from sluice.consumers.training.ranks import START, Ranks
 from sluice.consumers.training.session import Fence, Session, Weights
 from sluice.consumers.training.step import TrainStep
 from sluice.consumers.training.trackers import Trackers
+from sluice.pipeline import logs
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.rules import policy_warnings
 from sluice.pipeline.config.types import Config
@@ -72,17 +76,18 @@ class Trainer:
         source: Path,
         trackers: Trackers | None = None,
         images: SampleImages | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`images`: those that `step` reads."""
-        self._role, self._step, self._source = role, step, source
+        """`images`: those that `step` reads; `ranks`: those that it was made for."""
+        self._role, self._source = role, source
+        self._learner = Learner(step, source, role.config.model, ranks)
         self._config = role.config
         self._session = Session(role, owner, trackers or Trackers(role.config), images=images)
         self._checkpoints = self._session.run_dir / "checkpoints"
-        vocab = int(self._step.model.config.get_text_config().vocab_size)
-        self._probe = probe_tokens(vocab, role.config.weights.probe_tokens, role.config.seed)
+        self._probe = probe_tokens(self._learner.vocabulary, role.config.weights.probe_tokens, role.config.seed)
         self._filler: Filler | None = None
         if role.config.policy.enabled:
-            self._filler = Filler(role, step, Scores(role.client, role.keys, owner.nonce))
+            self._filler = Filler(role, self._learner, Scores(role.client, role.keys, owner.nonce))
 
     async def run(self) -> None:
         """Train until the run is complete, `max_versions` is reached, or a stop is requested."""
@@ -110,9 +115,12 @@ class Trainer:
             await self._session.open(TrainerState(), await asyncio.to_thread(self._weights, self._source))
             return
         self._role.status.waiting(WaitKind.CHECKPOINT, found.name)
-        model, optimizer = self._step.model, self._step.optimizer
-        state = await asyncio.to_thread(checkpoint.load, found, model, optimizer, self._config.model)
-        await self._session.open(state, await asyncio.to_thread(self._weights, found))
+        state = await asyncio.to_thread(self._learner.load, found)
+        if checkpoint.has_model(found):
+            await self._session.open(state, await asyncio.to_thread(self._weights, found))
+        else:
+            async with self._staged() as weights:
+                await self._session.open(state, weights)
         get_logger().info("resumed", step=state.step, version=state.version)
 
     def _refuse_other_loop(self) -> None:
@@ -127,7 +135,7 @@ class Trainer:
 
     def _weights(self, directory: Path) -> Weights:
         """The in-memory model's weights, as written to the directory."""
-        return Weights(directory, self._probe, probe_score(self._step.model, self._probe))
+        return Weights(directory, self._probe, self._learner.probe(self._probe))
 
     async def _train(self, taken: list[TrainingSample]) -> None:
         session, taken_at = self._session, time.monotonic()
@@ -140,7 +148,7 @@ class Trainer:
             started, number, state = time.monotonic(), session.state.step + 1, session.state
             version = state.version if state.is_published else None
             scores = {"own": ready.own, "reference": ready.reference}
-            record = await asyncio.to_thread(self._step.run, samples, number, version=version, **scores)
+            record = await asyncio.to_thread(self._learner.run, samples, number, version=version, **scores)
             record["train/step_s"] = time.monotonic() - started
             record["train/score_s"] = started - taken_at
             record |= self._filler.record() if self._filler else {}
@@ -173,25 +181,30 @@ class Trainer:
             if checkpoint_due:
                 await session.commit(self._write_checkpoint)
         else:
-            weights = await asyncio.to_thread(self._staged)
-            try:
+            async with self._staged() as weights:
                 if checkpoint_due:
                     await session.commit(partial(self._write_checkpoint, written=weights.directory), weights)
                 else:
                     await session.publish(weights)
-            finally:
-                await asyncio.to_thread(shutil.rmtree, weights.directory, ignore_errors=True)
         if checkpoint_due:
             await asyncio.to_thread(checkpoint.prune, self._checkpoints, self._config.trainer.keep_checkpoints)
 
-    def _staged(self) -> Weights:
+    @contextlib.asynccontextmanager
+    async def _staged(self) -> AsyncGenerator[Weights]:
+        """The in-memory model's, in files that are there inside the block."""
+        weights = await asyncio.to_thread(self._stage)
+        try:
+            yield weights
+        finally:
+            await asyncio.to_thread(shutil.rmtree, weights.directory, ignore_errors=True)
+
+    def _stage(self) -> Weights:
         with staging(self._session.root) as directory:
-            write_model(self._step.model, self._source, directory)
+            self._learner.write(directory)
             return self._weights(directory)
 
     def _write_checkpoint(self, state: TrainerState, fence: Fence, written: Path | None = None) -> None:
-        model, optimizer = self._step.model, self._step.optimizer
-        checkpoint.save(self._checkpoints, model, optimizer, state, self._source, fence, written=written)
+        self._learner.save(self._checkpoints, state, fence, written)
 
 
 class OwnScores(Protocol):
@@ -330,51 +343,92 @@ class Filler:
 
 
 async def train(config: Config) -> None:
-    """Run the trainer until the run ends."""
-    with use_free_gpu(wanted=config.trainer.claim_gpu), sharding(config.model) as shard:
-        await _train(config, shard)
+    """Run the trainer until the run ends; on several ranks, this one's part of it."""
+    with use_free_gpu(wanted=config.trainer.claim_gpu), sharding(config) as shards:
+        if shards is None or shards.ranks is None:
+            await _train(config, shards, None)
+        elif shards.ranks.leads:
+            async with shards.ranks.kept():
+                await _train(config, shards, shards.ranks)
+        else:
+            await asyncio.to_thread(_follow, config, shards, shards.ranks)
 
 
-async def _train(config: Config, shard: Shard | None) -> None:
+def _follow(config: Config, shards: Sharding, ranks: Ranks) -> None:
+    """The other ranks: rank 0 says what to do, also when to stop."""
+    logs.configure(f"{default_name('trainer')} rank {ranks.rank}")
+    if ranks.receive() is None:  # it ends before it has the trainer's role
+        return
+    with ranks.following("the start"):
+        step = _prepare(config, shards, None)
+        step.prove()
+    Learner(step, Path(config.model.path), config.model, ranks).follow()
+
+
+def _prepare(config: Config, shards: Sharding | None, images: SampleImages | None) -> TrainStep:
+    """The model and its optimiser; on every rank at the same time."""
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.trainer.torch_threads)
     torch.use_deterministic_algorithms(config.deterministic)
-    if config.deterministic and shard is not None:
+    if config.deterministic and shards is not None:
         raise ConfigError("deterministic needs a trainer of one process, and this one has several ranks")
+    source = Path(config.model.path)
+    place = config.model if shards is None else replace(config.model, device=str(shards.device))
+    model = load_policy(source, place, dropout=config.trainer.dropout)
+    if shards is not None:
+        shards.before_optimizer(model)
+    codec = HFTextCodec(source)
+    step = TrainStep(
+        model,
+        config.trainer,
+        pad_id=codec.eos_token_ids[0] if codec.eos_token_ids else 0,
+        row_tokens=config.consumer.row_tokens,
+        coord_ids=codec.coord_token_ids,
+        policy=config.policy,
+        images=images,
+        ranks=None if shards is None else shards.ranks,
+    )
+    if shards is not None:
+        shards.after_optimizer(step.model, step.optimizer)
+    return step
+
+
+def _start(role: Role, shards: Sharding | None, ranks: Ranks | None, images: SampleImages | None) -> TrainStep:
+    """The same with the forward pass proved, on every rank."""
+    with contextlib.nullcontext() if ranks is None else ranks.leading("the start", START):
+        step = _prepare(role.config, shards, images)
+        role.status.waiting(WaitKind.FORWARD_PROOF)
+        step.prove()
+    return step
+
+
+async def _train(config: Config, shards: Sharding | None, ranks: Ranks | None) -> None:
     preflight.model(config, needed=True)
     source = Path(config.model.path)
     trackers = Trackers(config)  # this early: if one isn't installed, fail before loading a model
     async with role_process(config, "trainer", default_name("trainer")) as role, trackers:
+        if ranks is not None:
+            role.spawn(ranks.watch())
         owner = Ownership(role.client, role.keys, "trainer")
         await owner.acquire(deadline_s=60, waiting=role.status.waiting)
         role.spawn(owner.keep())
         provenance.store(config, Path(config.run_dir) / config.run)
-        role.status.waiting(WaitKind.MODEL, str(source))
-        model = await asyncio.to_thread(load_policy, source, config.model, dropout=config.trainer.dropout)
         images = await asyncio.to_thread(SampleImages.of, config, pixels_of(config))
-        codec = HFTextCodec(source)
-        pad_id = codec.eos_token_ids[0] if codec.eos_token_ids else 0
-        step = TrainStep(
-            model,
-            config.trainer,
-            pad_id=pad_id,
-            row_tokens=config.consumer.row_tokens,
-            coord_ids=codec.coord_token_ids,
-            policy=config.policy,
-            images=images,
-        )
-        if shard is not None and config.trainer.optimizer != "adamw":
+        if ranks is not None and images is not None:
+            raise ConfigError(
+                f"a model that takes images trains on one rank, not on {ranks.size}; set trainer.ranks: 1 and no "
+                "trainer.fsdp"
+            )
+        if shards is not None and config.trainer.optimizer != "adamw":
             raise ConfigError(
                 f"trainer.optimizer {config.trainer.optimizer} isn't supported with FSDP; set it to adamw"
             )
-        if shard is not None:
-            await asyncio.to_thread(shard, step.model, step.optimizer)
-        role.status.waiting(WaitKind.FORWARD_PROOF)
-        await asyncio.to_thread(step.prove)
+        role.status.waiting(WaitKind.MODEL, str(source))
+        step = await asyncio.to_thread(_start, role, shards, ranks, images)
         for warning in policy_warnings(config):
             get_logger().warning("policy loss", known=warning)
         async with images or contextlib.nullcontext():
-            await Trainer(role, owner, step, source, trackers, images).run()
+            await Trainer(role, owner, step, source, trackers, images, ranks).run()
         if (await snapshot(role.client, role.keys)).complete:
             await cast("Awaitable[bool]", role.client.set(role.keys.state, "finished"))
         await owner.release()

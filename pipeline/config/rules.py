@@ -153,6 +153,8 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
         "trainer.max_grad_norm": config.trainer.max_grad_norm,
         "trainer.micro_batch_tokens": config.trainer.micro_batch_tokens,
         "trainer.minibatches": config.trainer.minibatches,
+        "trainer.ranks": config.trainer.ranks,
+        "trainer.rank_timeout_s": config.trainer.rank_timeout_s,
         "trainer.keep_checkpoints": config.trainer.keep_checkpoints,
         "broker.socket_timeout_s": config.broker.socket_timeout_s,
         "weights.load_timeout_s": config.weights.load_timeout_s,
@@ -420,6 +422,8 @@ def own_loop_warnings(config: Config) -> list[str]:
     found = [f"policy.{name} {getattr(policy, name)}" for name in names if policy.enabled]
     if config.trainer.minibatches > 1:
         found.append(f"trainer.minibatches {config.trainer.minibatches}")
+    if config.trainer.ranks > 1:
+        found.append(f"trainer.ranks {config.trainer.ranks}")
     if not found:
         return []
     return [

@@ -341,6 +341,14 @@ class RolloutMatchingConfig(Section, frozen=True, kw_only=True):
     repeat_terminate: RepeatTerminateConfig = RepeatTerminateConfig()
 
 
+class FsdpConfig(Section, frozen=True, kw_only=True):
+    """How the trainer's model is sharded over its ranks (PyTorch's FSDP2); not under `accelerate launch`."""
+
+    mixed_precision: Literal["no", "bf16"] = "no"  # of the passes; weights, gradients and optimiser stay float32
+    activation_checkpointing: bool = False  # keep no activations of a layer, and compute them again for its gradient
+    cpu_offload: bool = False  # weights and optimiser are in the host's memory, and a layer's on the GPU while it runs
+
+
 class TrainerConfig(Section, frozen=True, kw_only=True):
     """The optimiser and its schedule; losses: teacher-forced here, policy in PolicyConfig."""
 
@@ -368,6 +376,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     claim_gpu: bool = False  # lock a GPU, so that workers on this host leave it alone
     batch_wait_s: float = 600.0  # without a batch, a filtered group or a batch's images for this long the trainer ends
     torch_threads: int = 1  # 0 = torch's own choice
+    ranks: int = 1  # processes that share one model, each with a GPU of its own if there are GPUs
+    rank_timeout_s: float = 600.0  # a rank that doesn't answer the others for this long ends the trainer
+    fsdp: FsdpConfig = FsdpConfig()
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):

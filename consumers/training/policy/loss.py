@@ -35,7 +35,7 @@ Source: Hilton et al., 2022 (proximal vs. behaviour); Yao et al., 2025 (truncate
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -351,6 +351,14 @@ class PolicyTerm:
             self._sums[name] += value
         self._gap_sum, self._gap_tokens = self._gap_sum + part._gap_sum, self._gap_tokens + part._gap_tokens
         self._gap_max = max(self._gap_max, part._gap_max)
+
+    def gather(
+        self, summed: Callable[[Sequence[float]], list[float]], largest: Callable[[Sequence[float]], list[float]]
+    ) -> None:
+        """Count what the terms of other ranks have accumulated, over all ranks."""
+        *sums, self._gap_sum, self._gap_tokens = summed([*self._sums.values(), self._gap_sum, self._gap_tokens])
+        self._sums = dict(zip(self._sums, sums, strict=True))
+        (self._gap_max,) = largest([self._gap_max])
 
     def _compare(self, logp: Tensor, behaviour: Tensor, on_policy: Tensor) -> None:
         gaps = (logp - behaviour)[on_policy].abs()

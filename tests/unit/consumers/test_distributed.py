@@ -13,10 +13,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from sluice.consumers.training import checkpoint
-from sluice.consumers.training.distributed import keep_model_whole, keep_optimizer_whole, sharding, started_sharded
+from sluice.consumers.training.distributed import (
+    gathered,
+    keep_model_whole,
+    keep_optimizer_whole,
+    sharding,
+    started_by_torchrun,
+    started_sharded,
+    wants_ranks,
+)
 from sluice.consumers.training.model import probe_score
 from sluice.consumers.training.step import TrainStep
-from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.config import load_config
 from sluice.pipeline.errors import ConfigError
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, same, train_step, weights_of
@@ -42,16 +50,45 @@ def test_only_a_launch_with_fsdp_shards() -> None:
     assert not started_sharded({"LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"})
 
 
-def test_several_trainers_of_torchrun_are_refused() -> None:
-    """Without this, the others would wait for the first one's role and then give up."""
-    with pytest.raises(ConfigError, match="torchrun started 2 trainers, but a run has one; start `sluice train` alone"):
-        started_sharded({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"})
+def test_what_torchrun_started() -> None:
+    alone = {"LOCAL_RANK": "0", "WORLD_SIZE": "4"}
+    assert not started_by_torchrun(alone)  # a scheduler
+    assert started_by_torchrun({**alone, "TORCHELASTIC_RUN_ID": "none"})
+    assert not started_by_torchrun({**FSDP2, "TORCHELASTIC_RUN_ID": "none"})  # by accelerate
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["trainer.ranks=3"], "trainer.ranks: 2, as many as were started"),
+        (["trainer.dropout=true"], "trainer.dropout: false"),
+        (["trainer.claim_gpu=true"], "trainer.claim_gpu: false"),
+        (["trainer.optimizer=muon"], "trainer.optimizer: adamw"),
+        (["model.device=cuda:1"], "model.device: cuda"),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_refused(
+    overrides: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(ConfigError, match=f"not supported on 2 ranks; set {says}"),
+        sharding(load_config(None, overrides)),
+    ):
+        pytest.fail("it started")
+
+
+def test_only_a_configuration_of_ranks_asks_for_them() -> None:
+    assert not wants_ranks(load_config(None, []))
+    assert wants_ranks(load_config(None, ["trainer.ranks=2"]))
+    assert wants_ranks(load_config(None, ["trainer.fsdp.mixed_precision=bf16"]))
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"WORLD_SIZE": "2"}, "num_processes: 1"),
+        ({"WORLD_SIZE": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "fsdp_cpu_ram_efficient_loading: false"),
         ({"ACCELERATE_USE_FSDP": ""}, "distributed_type: FSDP"),
         ({"ACCELERATE_USE_FSDP": "", "ACCELERATE_USE_DEEPSPEED": "true"}, "distributed_type: FSDP"),
         ({"FSDP_VERSION": "1"}, "fsdp_version: 2"),
@@ -69,8 +106,8 @@ def test_what_it_cannot_do_is_refused_with_the_key_to_set(changes: dict[str, str
 def test_a_plain_trainer_gets_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in FSDP2:
         monkeypatch.delenv(name, raising=False)
-    with sharding(ModelConfig(device="cpu")) as shard:
-        assert shard is None
+    with sharding(load_config(None, ["model.device=cpu"])) as shards:
+        assert shards is None
         assert not distributed.is_initialized()
 
 

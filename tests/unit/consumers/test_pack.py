@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.consumers.pack import IGNORED, collate, pack_rows
+from sluice.consumers.pack import IGNORED, collate, empty_rows, pack_rows, shares_of
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
@@ -59,3 +59,22 @@ def test_layout_shapes_and_dtypes() -> None:
 def test_no_rows_and_an_empty_sample() -> None:
     assert collate([], [], 0).input_ids.shape == (0, 0)
     assert collate([sample(), sample(3)], [[0, 1]], 0).input_ids.tolist() == [[3]]
+
+
+def test_shares_have_about_equal_sums_and_every_sample_once() -> None:
+    costs = [9, 33, 5, 61, 12, 27, 40, 7]
+    for ranks in (1, 2, 3, 12):
+        shares = shares_of(costs, ranks)
+        assert sorted(index for share in shares for index in share) == list(range(len(costs)))
+        sums = [sum(costs[index] for index in share) for share in shares]
+        assert max(sums) <= max(max(costs), sum(costs) / ranks + max(costs) / 2)
+    assert shares_of(costs, 1) == [list(range(len(costs)))]
+    assert shares_of([], 2) == [[], []]
+
+
+def test_empty_rows_train_nothing() -> None:
+    rows = empty_rows(7)
+    assert rows.input_ids.tolist() == [[7, 7]]
+    assert (rows.labels == IGNORED).all()
+    assert not rows.weights.any()
+    assert not rows.places

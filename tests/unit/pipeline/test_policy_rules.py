@@ -41,6 +41,8 @@ ON = ["policy.enabled=true", "producer.group_size=4", "producer.samples_per_vers
             "producer.group_size 1 must be at least 2 with policy.loss dpo",
         ),
         ("trainer.minibatches=0", "trainer.minibatches must be > 0"),
+        ("trainer.ranks=0", "trainer.ranks must be > 0"),
+        ("trainer.rank_timeout_s=0", "trainer.rank_timeout_s must be > 0"),
         ("trainer.minibatches=3", "trainer.minibatches 3 is above 2, the groups in a batch"),
         ("policy.kl_coef=-1", "policy.kl_coef -1.0 must be a finite number"),
         ("policy.kl_reference=-1", "policy.kl_reference -1 must be a weight version"),

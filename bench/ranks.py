@@ -1,0 +1,139 @@
+"""Gradients of one optimiser batch on several ranks, beside those of one process: run by torchrun.
+
+    torchrun --nproc-per-node 4 -m sluice.bench.ranks CASE…
+
+Rank 0 prints a JSON object: by case the largest relative L2 distance of a parameter's gradient, and of a number of the
+step's record. A case is the name of a loss, with options behind it: `dpo`, `gspo+minibatches`, `grpo+bf16`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from sluice.consumers.training.distributed import accept_whole_moments, shard_model, whole
+from sluice.consumers.training.ranks import Ranks
+from sluice.consumers.training.step import TrainStep
+from sluice.pipeline.config.types import FsdpConfig, PolicyConfig, TrainerConfig
+from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+
+CASES = (
+    "decoupled_ppo",
+    "decoupled_ppo+tied",
+    "gspo",
+    "grpo+minibatches",
+    "dpo",
+    "grpo+kl+entropy",
+    "grpo+checkpointing",
+)
+_LENGTHS = (9, 33, 5, 61, 12, 27, 40, 7, 18, 3, 50)
+_VOCABULARY, _SEED, _LIMIT_S = 512, 7, 120.0
+
+
+def main(cases: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=_LIMIT_S))
+    ranks = Ranks(_LIMIT_S)
+    found = {case: _measured(case, ranks) for case in cases}
+    if ranks.leads:
+        print(json.dumps(found), flush=True)
+    distributed.destroy_process_group()
+
+
+def _measured(case: str, ranks: Ranks) -> dict[str, float]:
+    loss, *options = case.split("+")
+    fsdp = FsdpConfig(
+        mixed_precision="bf16" if "bf16" in options else "no", activation_checkpointing="checkpointing" in options
+    )
+    samples = _samples(paired=loss == "dpo")
+    step = _step(loss, options, ranks, lambda model: shard_model(model, fsdp))
+    accept_whole_moments(step.optimizer)
+    ours, record = _gradients(step, samples)
+    theirs, expected = _gradients(_step(loss, options, None, lambda _model: None), samples)
+    return {
+        "gradient": max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs),
+        "record": max(abs(record[key] - expected[key]) / max(1e-3, abs(expected[key])) for key in expected),
+        "parameters": len(theirs),
+    }
+
+
+def _step(loss: str, options: Sequence[str], ranks: Ranks | None, before: Callable[[Any], None]) -> TrainStep:
+    model = _model(tied="tied" in options)
+    before(model)
+    policy: dict[str, Any] = {"enabled": True, "loss": loss}
+    if loss == "dpo" or "kl" in options:
+        policy |= {"kl_reference": 0, "kl_coef": 0.1} if loss != "dpo" else {"kl_reference": 0}
+    if "entropy" in options:
+        policy["entropy_coef"] = 0.01
+    config = TrainerConfig(
+        micro_batch_tokens=64, max_grad_norm=1e9, minibatches=2 if "minibatches" in options else 1, learning_rate=1e-3
+    )
+    step = TrainStep(model, config, pad_id=0, row_tokens=48, policy=PolicyConfig(**policy), ranks=ranks)
+    step.prove()
+    return step
+
+
+def _gradients(step: TrainStep, samples: Sequence[TrainingSample]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Summed over the optimiser's steps; the record of the batch."""
+    sums: dict[str, torch.Tensor] = {}
+
+    def add(*_: Any) -> None:
+        for name, parameter in step.model.named_parameters():
+            gradient = whole(parameter.grad).double()
+            sums[name] = sums[name] + gradient if name in sums else gradient.clone()
+
+    step.optimizer.register_step_pre_hook(add)
+    reference = {sample.seq_id: torch.full((len(sample.token_ids),), -6.0).double().numpy() for sample in samples}
+    return sums, step.run(samples, 1, version=3, reference=reference)
+
+
+def _samples(*, paired: bool) -> list[TrainingSample]:
+    """Of several lengths, two in a group: supervised tokens, and sampled ones of the trainer's version and older."""
+    drawn = torch.Generator().manual_seed(_SEED)
+    found: list[TrainingSample] = []
+    for at, length in enumerate(_LENGTHS):
+        ids = torch.randint(1, _VOCABULARY, (length,), generator=drawn).tolist()
+        behaviour = (-6.3 + 0.2 * torch.randn(length, generator=drawn)).tolist()
+        found.append(
+            TrainingSample(
+                seq_id=f"{at}",
+                group_id=f"{at // 2}",
+                index=at % 2,
+                task="bench",
+                token_ids=TokenArray(ids),
+                labels=TokenArray(ids),
+                weights=FloatArray([0.0 if paired or place < length // 2 else 1.0 for place in range(length)]),
+                segments=Runs([(0, length)]),
+                prompt_len=1,
+                response_mask=Runs([(0, 1), (1, length - 1)]),
+                logprobs=FloatArray(behaviour),
+                versions=Runs([(3 - at % 2, length)]),
+                proximal_logprobs=FloatArray([value + 0.05 for value in behaviour]),
+                advantage=(-1.0) ** at * (1 + 0.1 * at),
+                reward=float(at % 2),
+            )
+        )
+    return found
+
+
+def _model(*, tied: bool) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(_SEED)
+    settings = Qwen3Config(
+        vocab_size=_VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, tie_word_embeddings=tied,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(settings).float().train()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

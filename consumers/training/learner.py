@@ -1,0 +1,187 @@
+"""The model in training, wherever its parts are: in this process, or on ranks that do the same at the same time.
+
+    Trainer ─▶ Learner ──command──▶ Learner of every other rank (`follow`)
+                  │                     │
+                  ▼                     ▼
+               TrainStep ◀─collectives─▶ TrainStep
+
+Rank 0's methods return when all ranks have done their part. Files of the model and a checkpoint's state are rank 0's;
+every rank writes the tensors that it holds (checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sluice.consumers.training import checkpoint
+from sluice.consumers.training.checkpoint import TrainerState
+from sluice.consumers.training.distributed import gathered
+from sluice.consumers.training.model import probe_score, write_model
+from sluice.consumers.training.ranks import Ranks
+from sluice.consumers.training.session import Fence
+from sluice.consumers.training.step import TrainStep
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.tokens import from_wire, to_wire
+
+_Scores = dict[str, tuple[str, bytes]]  # by seq_id: dtype, values
+
+
+class Run(msgspec.Struct, tag=True):
+    """TrainStep.run."""
+
+    samples: list[TrainingSample]
+    step: int
+    version: int | None
+    own: _Scores
+    reference: _Scores
+
+
+class Score(msgspec.Struct, tag=True):
+    """TrainStep.score."""
+
+    samples: list[TrainingSample]
+
+
+class Probe(msgspec.Struct, tag=True):
+    """The score of a version's probe."""
+
+    token_ids: list[int]
+
+
+class Gather(msgspec.Struct, tag=True):
+    """Rank 0 gets the whole model."""
+
+
+class Save(msgspec.Struct, tag=True):
+    """A checkpoint's tensors."""
+
+    directory: str
+
+
+class Load(msgspec.Struct, tag=True):
+    """Continue from a checkpoint."""
+
+    directory: str
+
+
+Command = Run | Score | Probe | Gather | Save | Load
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
+_decoder = msgspec.msgpack.Decoder(Command, dec_hook=from_wire)
+
+
+class Learner:
+    """Of one rank. The methods but `follow` are called on rank 0."""
+
+    def __init__(self, step: TrainStep, source: Path, config: ModelConfig, ranks: Ranks | None = None) -> None:
+        """`source`: the run's model directory; `ranks`: those that `step` was made for."""
+        self._step, self._source, self._config, self._ranks = step, source, config, ranks
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._step.model.config.get_text_config().vocab_size)
+
+    def run(
+        self,
+        samples: Sequence[TrainingSample],
+        step: int,
+        *,
+        version: int | None = None,
+        own: Mapping[str, np.ndarray] | None = None,
+        reference: Mapping[str, np.ndarray] | None = None,
+    ) -> dict[str, float]:
+        """As TrainStep.run."""
+        with self._everywhere(lambda: Run(list(samples), step, version, _packed(own), _packed(reference))):
+            return self._step.run(samples, step, version=version, own=own, reference=reference)
+
+    def score(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
+        """As TrainStep.score."""
+        with self._everywhere(lambda: Score(list(samples))):
+            return self._step.score(samples)
+
+    def probe(self, token_ids: Sequence[int]) -> float:
+        """As `probe_score`."""
+        with self._everywhere(lambda: Probe(list(token_ids))):
+            return probe_score(self._step.model, list(token_ids))
+
+    def write(self, directory: Path) -> None:
+        """Fill a model directory."""
+        if self._ranks is None:
+            write_model(self._step.model, self._source, directory)
+            return
+        with self._everywhere(Gather):
+            tensors = gathered(self._step.model, keep=True)
+        write_model(self._step.model, self._source, directory, tensors)
+
+    def save(self, root: Path, state: TrainerState, fence: Fence, written: Path | None) -> None:
+        """A checkpoint, durable with what every rank holds; `written` as in `checkpoint.save`."""
+        model, optimizer = self._step.model, self._step.optimizer
+        if self._ranks is None:
+            checkpoint.save(root, model, optimizer, state, self._source, fence, written=written)
+        else:
+            checkpoint.save(
+                root, model, optimizer, state, self._source, fence, written=written, shards=self._save_shards
+            )
+
+    def _save_shards(self, directory: Path) -> None:
+        with self._everywhere(lambda: Save(str(directory))):
+            checkpoint.save_shards(directory, self._step.model, self._step.optimizer)
+
+    def load(self, directory: Path) -> TrainerState:
+        """As `checkpoint.load`."""
+        with self._everywhere(lambda: Load(str(directory))):
+            return self._load(directory)
+
+    def _load(self, directory: Path) -> TrainerState:
+        return checkpoint.load(directory, self._step.model, self._step.optimizer, self._config)
+
+    def follow(self) -> None:
+        """Do this rank's part of each command until rank 0 closes the group. Raises RankLost."""
+        assert self._ranks is not None
+        while (raw := self._ranks.receive()) is not None:
+            command = _decoder.decode(raw)
+            with self._ranks.following(_name(command)):
+                self._do(command)
+
+    def _do(self, command: Command) -> None:
+        match command:
+            case Run(samples, step, version, own, reference):
+                self._step.run(samples, step, version=version, own=_unpacked(own), reference=_unpacked(reference))
+            case Score(samples):
+                self._step.score(samples)
+            case Probe(token_ids):
+                probe_score(self._step.model, token_ids)
+            case Gather():
+                gathered(self._step.model, keep=False)
+            case Save(directory):
+                checkpoint.save_shards(Path(directory), self._step.model, self._step.optimizer)
+            case Load(directory):
+                self._load(Path(directory))
+
+    @contextlib.contextmanager
+    def _everywhere(self, command: Any) -> Generator[None]:
+        """Every other rank does its part of `command()` while the block does this one's."""
+        if self._ranks is None:
+            yield
+            return
+        made: Command = command()
+        with self._ranks.leading(_name(made), _encoder.encode(made)):
+            yield
+
+
+def _name(command: Command) -> str:
+    return f"step {command.step}" if isinstance(command, Run) else f"a {type(command).__name__.lower()}"
+
+
+def _packed(scores: Mapping[str, np.ndarray] | None) -> _Scores:
+    return {seq_id: (row.dtype.str, row.tobytes()) for seq_id, row in (scores or {}).items()}
+
+
+def _unpacked(scores: _Scores) -> dict[str, np.ndarray]:
+    return {seq_id: np.frombuffer(raw, dtype=np.dtype(kind)) for seq_id, (kind, raw) in scores.items()}

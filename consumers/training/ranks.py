@@ -1,0 +1,231 @@
+"""The ranks of one trainer: processes that hold parts of the model and do the same work at the same time.
+
+    rank 0: the trainer ──lead(command)──▶ every rank does it, with collectives in between
+    others: receive() ──▶ do it ──▶ receive() …                until rank 0 closes the group
+
+- Rank 0 alone has the role, the broker and the run's records. The others know what its commands hold.
+- Commands go as bytes over a gloo group of their own, whatever carries the gradients.
+- A barrier comes before each command, and while rank 0 has none, it sends an empty one. So a rank that is killed or
+  hangs is missed within `timeout_s`, at work or idle. That ends the group: no rank can go on alone.
+- gloo doesn't say whom it missed. So each rank tells the group's store what it does, again and again from a thread of
+  its own: who doesn't any more was killed or stopped, and who is at work when the others have failed hangs.
+
+| waits for                    | unblocked by                                                   |
+|------------------------------|----------------------------------------------------------------|
+| other ranks, in a collective | all ranks; the end of one of them; `trainer.rank_timeout_s`    |
+| a command                    | rank 0, at the latest its next beat; `trainer.rank_timeout_s`  |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator, Generator, Sequence
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from sluice.pipeline.errors import RankLost, SluiceError
+from sluice.pipeline.logs import get_logger
+
+_ROLL_CALL_S = 15.0  # after a collective failed; the others leave the same one about then
+_CLOSE_S = 5.0
+_BEATS = 4  # within the timeout
+START = b"\x01"  # what the other ranks hear first
+_CLOSE, _BEAT = b"", b"\x00"
+_IDLE, _FAILED = "no command", "a failure"
+_REPEAT_S = 1.0
+_STORE_S = 20.0
+
+
+class Ranks:
+    """This process's place in the group; the default process group exists already."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._timeout_s = timeout_s
+        self._lock, self._is_whole = threading.Lock(), True
+        self._beating: asyncio.Task[None] | None = None
+        self._commands, self._barrier = _gloo(timeout_s), _gloo(timeout_s)
+        self._presence = _Presence(self.rank, self.size)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def leading(self, name: str, command: bytes) -> Generator[None]:
+        """Send a command; inside the block this rank does its own part. Raises RankLost."""
+        with self._lock:
+            self._send(name, command)
+            with self._missing_named(name):
+                yield
+
+    def receive(self) -> bytes | None:
+        """The next command of rank 0; None if it has closed the group. Raises RankLost."""
+        while True:
+            command = self._receive()
+            if command != _BEAT:
+                return None if command == _CLOSE else command
+
+    @contextlib.contextmanager
+    def following(self, name: str) -> Generator[None]:
+        """The block does this rank's part of a command. Raises RankLost."""
+        with self._missing_named(name):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def kept(self) -> AsyncGenerator[None]:
+        """Inside the block idle ranks hear a beat of rank 0; behind it the group is closed."""
+        self._beating = asyncio.create_task(self._beat())
+        try:
+            yield
+        finally:
+            self._beating.cancel()
+            await asyncio.wait({self._beating})
+            await asyncio.to_thread(self._close)
+
+    async def watch(self) -> None:
+        """Raises RankLost once an idle rank is missed, inside `kept`."""
+        assert self._beating is not None
+        await asyncio.shield(self._beating)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Of every rank's values, in float64."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The same with the maximum."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def _reduced(self, values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, op=how, group=self._commands)
+        return total.tolist()
+
+    def _send(self, name: str, command: bytes, timeout_s: float | None = None) -> None:
+        with self._missing_named(f"the barrier before {name}"):
+            limit = timedelta(seconds=self._timeout_s if timeout_s is None else timeout_s)
+            dist.monitored_barrier(self._barrier, timeout=limit)
+            dist.broadcast(torch.tensor([len(command)]), 0, group=self._commands)
+            if command:
+                dist.broadcast(torch.frombuffer(bytearray(command), dtype=torch.uint8), 0, group=self._commands)
+
+    def _receive(self) -> bytes:
+        with self._missing_named(_IDLE):
+            dist.monitored_barrier(self._barrier, timeout=timedelta(seconds=self._timeout_s))
+            length = torch.zeros(1, dtype=torch.int64)
+            dist.broadcast(length, 0, group=self._commands)
+            command = torch.empty(int(length), dtype=torch.uint8)
+            if len(command):
+                dist.broadcast(command, 0, group=self._commands)
+        return command.numpy().tobytes()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._timeout_s / _BEATS)
+            await asyncio.to_thread(self._beat_once)
+
+    def _beat_once(self) -> None:
+        if self._lock.acquire(blocking=False):  # else the ranks are at work
+            try:
+                self._send("a beat", _BEAT)
+            finally:
+                self._lock.release()
+
+    def _close(self) -> None:
+        if not self._is_whole or not self._lock.acquire(timeout=_CLOSE_S):
+            return  # the others notice when this process ends
+        try:
+            self._send("the end", _CLOSE, _CLOSE_S)
+        except RankLost as error:
+            get_logger().warning("ranks were not told of the end", cause=str(error))
+        finally:
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def _missing_named(self, doing: str) -> Generator[None]:
+        """If a collective in the block fails, say which ranks are missing."""
+        self._presence.say(doing)
+        try:
+            yield
+        except (SluiceError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:  # gloo has no type of its own for a peer that is gone
+            self._is_whole = False
+            self._presence.say(_FAILED)
+            if missing := self._presence.missing(min(_ROLL_CALL_S, self._timeout_s)):
+                named = "; ".join(f"rank {rank} of {self.size} {how}" for rank, how in missing.items())
+                raise RankLost(
+                    f"{named}; so rank {self.rank} failed in {doing}: {error}; if a rank is only slow, raise "
+                    "trainer.rank_timeout_s"
+                ) from error
+            raise
+        self._presence.say(_IDLE)
+
+
+class _Presence:
+    """What each rank does, in the group's store; a thread repeats this one's."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._doing, self._changed = _IDLE, threading.Event()
+        self._store = _store()
+        threading.Thread(target=self._repeat, name="sluice-rank", daemon=True).start()
+
+    def say(self, doing: str) -> None:
+        self._doing = doing
+        self._changed.set()
+
+    def missing(self, limit_s: float) -> dict[int, str]:
+        """The other ranks that have fallen silent, or are still at work when this one has failed."""
+        try:
+            first, until = self._seen(), time.monotonic() + limit_s
+            while True:
+                time.sleep(2 * _REPEAT_S)
+                now = self._seen()
+                silent = {rank: f"has ended or was stopped, in {what[1]}" for rank, what in now.items()
+                          if what[0] == first[rank][0]}  # fmt: skip
+                busy = {rank: f"hangs in {what[1]}" for rank, what in now.items() if what[1] not in (_IDLE, _FAILED)}
+                if silent or not busy or time.monotonic() > until:
+                    return silent or busy
+        except RuntimeError as error:  # the store ends with the launcher
+            get_logger().warning("cannot ask the other ranks what they do", cause=str(error))
+            return {}
+
+    def _seen(self) -> dict[int, tuple[str, str]]:
+        """Of every other rank: how often it has spoken, and what it does."""
+        found: dict[int, tuple[str, str]] = {}
+        for rank in range(self._size):
+            if rank != self._rank:
+                count, _, doing = self._store.get(str(rank)).decode().partition(" ")
+                found[rank] = count, doing
+        return found
+
+    def _repeat(self) -> None:
+        store = _store()  # a connection of its own: one that waits for an answer is locked
+        for count in itertools.count():
+            self._changed.clear()
+            try:
+                store.set(str(self._rank), f"{count} {self._doing}")
+            except RuntimeError:  # the others see that it has fallen silent
+                return
+            self._changed.wait(_REPEAT_S)
+
+
+def _gloo(timeout_s: float) -> dist.ProcessGroup:
+    """All ranks."""
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+
+
+def _store() -> PrefixStore:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    limit = timedelta(seconds=_STORE_S)
+    return PrefixStore("sluice", TCPStore(host, port, is_master=False, timeout=limit))

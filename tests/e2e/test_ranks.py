@@ -1,0 +1,97 @@
+"""The trainer on several ranks: `trainer.ranks`, torchrun and `accelerate launch`, beside the plain trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sluice.bench.ranks import CASES
+from sluice.consumers.training.trainer import train
+from sluice.pipeline.config import load_config
+from tests.e2e.fixtures import MakeStack, detection_rows
+from tests.e2e.processes import BIN, Process
+from tests.e2e.ready_batches import STEPS, TOLERANCE, apart, ready_run
+from tests.e2e.stack import Stack
+
+FSDP = Path(__file__).parents[2] / "configs/accelerate/fsdp.yaml"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_and_records_are_those_of_one_process(ranks: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    ended = subprocess.run(
+        [*command, "-m", "sluice.bench.ranks", *CASES], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout)
+    assert found.keys() == set(CASES)
+    for case, apart_by in found.items():
+        assert apart_by["parameters"] > 30, case
+        assert apart_by["gradient"] < 1e-5, case
+        assert apart_by["record"] < 1e-4, case
+
+
+def versions(stack: Stack) -> dict[int, dict[str, torch.Tensor]]:
+    root = stack.run_dir / "weights"
+    return {number: load_file(root / f"v{number:06d}/model.safetensors") for number in range(1, STEPS + 1)}
+
+
+def ended_well(process: Process) -> str:
+    assert process.wait() == 0, process.tail()
+    return process.text()
+
+
+def on_ranks(stack: Stack, ranks: int, until: int) -> str:
+    more = ("--set", f"trainer.ranks={ranks}", "--set", f"trainer.max_versions={until}")
+    return ended_well(stack.start("train", *more))
+
+
+def test_a_run_goes_on_with_any_number_of_ranks(make_stack: MakeStack) -> None:
+    kept = {"weights": {"retention": 10}}
+    plain, spread = ready_run(make_stack, **kept), ready_run(make_stack, **kept)
+    for step, ranks in enumerate((1, 4, 2, 1), start=1):
+        said = on_ranks(spread, ranks, step)
+        assert ("by=FSDP2" in said) == (ranks > 1)
+        assert (f"event=resumed step={step - 1}" in said) == (step > 1)
+    asyncio.run(train(load_config(plain.config_file, environ={"REDIS_URL": str(plain.broker_url)})))
+    ours, theirs = versions(spread), versions(plain)
+    assert all(apart(ours[number], theirs[number]) < TOLERANCE for number in ours)
+    assert (spread.run_dir / "checkpoints/step-000002/trainer/shards").is_dir()
+    assert not (spread.run_dir / "checkpoints/step-000004/trainer/shards").exists()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_another_launcher_starts_the_ranks(make_stack: MakeStack, launcher: str) -> None:
+    kept = {"weights": {"retention": 10}}
+    plain, spread = ready_run(make_stack, **kept), ready_run(make_stack, **kept)
+    start = {
+        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"],
+        "accelerate": [
+            str(BIN / "accelerate-launch"),
+            "--config_file",
+            str(FSDP),
+            "--num_processes",
+            "2",
+            "--no_python",
+        ],
+    }[launcher]
+    launched = spread.spawn([*start, str(BIN / "sluice"), "train", "-c", str(spread.config_file)], name="launched")
+    asyncio.run(train(load_config(plain.config_file, environ={"REDIS_URL": str(plain.broker_url)})))
+    assert "by=FSDP2" in ended_well(launched)
+    ours, theirs = versions(spread), versions(plain)
+    assert all(apart(ours[number], theirs[number]) < TOLERANCE for number in ours)
+
+
+def test_each_sample_of_a_run_is_trained_once(make_stack: MakeStack) -> None:
+    stack = make_stack(detection_rows(40), trainer={"ranks": 2, "learning_rate": 1e-3})
+    for role in ("worker", "consume", "produce", "train"):
+        stack.start(role)
+    stack.finish()
+    stack.assert_exactly_once()
