@@ -1,6 +1,6 @@
-"""Gradients of one optimiser batch on several ranks, beside those of one process: run by torchrun.
+"""Gradients of one optimiser batch on several ranks, beside those of one process.
 
-    torchrun --nproc-per-node 4 -m sluice.bench.ranks CASE…
+    gradient_errors(4) ─▶ torchrun --nproc-per-node 4 -m sluice.bench.ranks CASE… ─▶ JSON
 
 Rank 0 prints a JSON object: by case the largest relative L2 distance of a parameter's gradient, and of a number of the
 step's record. A case is the name of a loss, with options behind it: `dpo`, `gspo+minibatches`, `grpo+bf16`.
@@ -8,9 +8,12 @@ step's record. A case is the name of a loss, with options behind it: `dpo`, `gsp
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from asyncio.subprocess import PIPE
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +24,7 @@ from sluice.consumers.training.distributed import accept_whole_moments, shard_mo
 from sluice.consumers.training.ranks import Ranks
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import FsdpConfig, PolicyConfig, TrainerConfig
+from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
@@ -33,8 +37,34 @@ CASES = (
     "grpo+kl+entropy",
     "grpo+checkpointing",
 )
+HALF = ("decoupled_ppo+bf16", "dpo+bf16")
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+_WORK_S = 600.0
 _LENGTHS = (9, 33, 5, 61, 12, 27, 40, 7, 18, 3, 50)
 _VOCABULARY, _SEED, _LIMIT_S = 512, 7, 120.0
+
+
+async def gradient_errors(ranks: int, cases: Sequence[str] = CASES) -> dict[str, dict[str, float]]:
+    """What `main` prints."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    process = await asyncio.create_subprocess_exec(
+        *torchrun, "-m", "sluice.bench.ranks", *cases, stdout=PIPE, stderr=PIPE, env={**os.environ, **_ONE_THREAD}
+    )
+    try:
+        async with asyncio.timeout(_WORK_S):
+            said, problem = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+    if process.returncode:
+        raise SluiceError(f"torchrun with {ranks} ranks ended with {process.returncode}: {problem.decode()[-2000:]}")
+    return json.loads(said)
+
+
+def worst(found: Iterable[Mapping[str, Mapping[str, float]]]) -> float:
+    """The largest distance of a gradient."""
+    return max(apart["gradient"] for cases in found for apart in cases.values())
 
 
 def main(cases: Sequence[str]) -> None:

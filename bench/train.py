@@ -9,6 +9,7 @@
   is timed from the beginning of its step to the optimiser's call, and its second step reuses the rollouts of the first.
 - Peak memory is the largest resident set of that step less the one after loading. No side keeps optimiser state (SGD).
 - `trl` runs if it is installed.
+- Gradients on 2 and 4 ranks (ranks.py) against one process, in a small model: the distance is of rounding alone.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
     rows: int = 2
     vocabulary: int = 151_936
     threads: int = 2
+    ranks: tuple[int, ...] = (2, 4)
 
-    QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1, "tokens": 96, "vocabulary": 2048, "threads": 1}
+    QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1, "tokens": 96, "vocabulary": 2048, "threads": 1, "ranks": (2,)}
     BOUNDS: ClassVar[Mapping[str, tuple[int, float]]] = {"tokens": (2 * _PROMPT, 1 << 16), "vocabulary": (300, 1 << 20)}
 
     @property
@@ -55,7 +57,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """`peak_vs_plain`: our peak memory over that of plain passes. `tok_s_vs_trl`: our rate over TRL's, null without
-    TRL.
+    TRL. `ranks_gradient_error`: the largest relative L2 distance of a parameter's gradient.
     """
     tokens = plan.rows * plan.tokens
 
@@ -75,6 +77,9 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
 
     memory = ratios(rounds, "ours", "plain", lambda sample: sample.peak_mb)
     speed = {peer: ratios(rounds, "ours", peer, rate) for peer in plan.sides if peer != "ours"}
+    from sluice.bench.ranks import CASES, HALF, gradient_errors, worst  # it imports torch, and so would --help
+
+    of_ranks = worst([await gradient_errors(count, CASES) for count in plan.ranks])
     of_memory, of_speed = median(memory), {peer: median(values) for peer, values in speed.items()}
     return {
         "peak_vs_plain": of_memory,
@@ -86,7 +91,10 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
         "aims": {
             "peak_vs_plain": aim("<=", 0.25, of_memory),
             "tok_s_vs_trl": aim(">=", 1.0, of_speed.get("trl")),
+            "ranks_gradient_error": aim("<=", 1e-5, of_ranks),
         },
+        "ranks_gradient_error": of_ranks,
+        "ranks_gradient_error_bf16": worst([await gradient_errors(count, HALF) for count in plan.ranks]),
         "parameters": parameters(plan.vocabulary),
     }
 

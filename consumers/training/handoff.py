@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training.checkpoint import TrainerState, model_of, write_state
 from sluice.consumers.training.forward import Layout, TrainerForward
 from sluice.consumers.training.images import IMAGE_FAILED, SampleImages, pixels_of, token_type_names
+from sluice.consumers.training.launch import under_launcher
 from sluice.consumers.training.model import model_class, probe_of, probe_tokens, stage
 from sluice.consumers.training.policy.proximal import proximal_of
 from sluice.consumers.training.session import Fence, Session, Weights
@@ -166,6 +168,12 @@ class Rollouts:
         self.version = -1  # of the newest weights; set by __enter__
 
     def __enter__(self) -> Rollouts:
+        rank = os.environ.get("RANK", "0") if under_launcher() else "0"
+        if rank != "0":
+            raise ConfigError(
+                f"rank {rank}: one process reads a run's batches; open Rollouts on rank 0 alone, and send the others "
+                "what it gives"
+            )
         if not self._source.is_dir():
             raise ModelError(f"{self._source}: no such model directory; set model.path to the run's model")
         self._pad_id = (HFTextCodec(self._source).eos_token_ids or [0])[0]

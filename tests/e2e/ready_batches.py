@@ -25,7 +25,9 @@ TOLERANCE = 1e-4
 """The plain trainer makes logits in pieces, a sharded one at once; sums are rounded differently: 3.4e-5 was seen."""
 
 
-def ready_run(make_stack: MakeStack, samples_of: SamplesOf | None = None, **sections: Any) -> Stack:
+def ready_run(
+    make_stack: MakeStack, samples_of: SamplesOf | None = None, *, steps: int = STEPS, **sections: Any
+) -> Stack:
     """With a policy loss."""
     stack = make_stack(
         [],
@@ -35,7 +37,7 @@ def ready_run(make_stack: MakeStack, samples_of: SamplesOf | None = None, **sect
         policy={"enabled": True, "advantage": "reward", "weight_cap": 1e6, "weight_floor": 1e-9},
         **{"trainer": {"keep_checkpoints": 10}, **sections},
     )
-    hand_on(stack, samples_of or text_samples)
+    hand_on(stack, samples_of or text_samples, steps)
     return stack
 
 
@@ -53,10 +55,10 @@ def text_samples(step: int) -> list[TrainingSample]:
     ]
 
 
-def hand_on(stack: Stack, samples_of: SamplesOf) -> None:
+def hand_on(stack: Stack, samples_of: SamplesOf, steps: int) -> None:
     """Two samples per step."""
     client = stack.client()
-    for step in range(STEPS):
+    for step in range(steps):
         samples = samples_of(step)
         client.xadd(stack.keys.batches, {"b": encode(TrainingBatch(batch_id=str(step), samples=samples))})
         for name in ("enqueued", "accepted"):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from sluice.bench.ranks import CASES
+from sluice.bench.ranks import CASES, gradient_errors
 from sluice.consumers.training.trainer import train
 from sluice.pipeline.config import load_config
 from tests.e2e.fixtures import MakeStack, detection_rows
@@ -25,12 +22,7 @@ FSDP = Path(__file__).parents[2] / "configs/accelerate/fsdp.yaml"
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_and_records_are_those_of_one_process(ranks: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    ended = subprocess.run(
-        [*command, "-m", "sluice.bench.ranks", *CASES], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    found = json.loads(ended.stdout)
+    found = asyncio.run(gradient_errors(ranks))
     assert found.keys() == set(CASES)
     for case, apart_by in found.items():
         assert apart_by["parameters"] > 30, case

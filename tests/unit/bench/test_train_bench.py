@@ -11,4 +11,5 @@ def test_small() -> None:
     assert all(value > 0 for value in (*found["peak_mb"].values(), *found["tok_s"].values()))
     assert found["peak_vs_plain"] == found["peak_mb"]["ours"] / found["peak_mb"]["plain"]
     assert found["tok_s_vs_trl"] == found["tok_s"]["ours"] / found["tok_s"]["trl"]
+    assert 0 < found["ranks_gradient_error"] < 1e-5 < found["ranks_gradient_error_bf16"] < 0.5
     assert found["parameters"] < 50_000_000

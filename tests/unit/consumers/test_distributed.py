@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from sluice.consumers.training import checkpoint
 from sluice.consumers.training.distributed import (
-    gathered,
     keep_model_whole,
     keep_optimizer_whole,
     sharding,

@@ -1,0 +1,59 @@
+"""Ranks of the trainer killed in each phase of a step: the group ends, says whom it lost, and the next one goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.rank_blows import assert_each_once, start_and_kill
+from tests.dying_rank import PHASES
+from tests.e2e.fixtures import MakeStack, detection_rows
+from tests.e2e.processes import DEADLINE_S, marked, wait_gone
+from tests.e2e.ready_batches import ready_run
+from tests.e2e.stack import Stack
+
+pytestmark = pytest.mark.chaos
+
+
+def test_a_rank_killed_in_each_phase_loses_nothing(make_stack: MakeStack) -> None:
+    stack = ready_run(make_stack, steps=10)
+    for victim, phase in enumerate(PHASES):
+        start_and_kill(stack, phase, victim % 2, ranks=2)
+    assert_each_once(stack, 10)
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_supervisor_starts_ranks_again(make_stack: MakeStack, blow: signal.Signals) -> None:
+    stack = make_stack(
+        detection_rows(96),
+        trainer={"ranks": 2, "rank_timeout_s": 8.0},
+        up={"restart_backoff_s": 0.1, "stop_grace_s": 10},
+    )
+    command = stack.start("up")
+    stack.wait(lambda now: now.trained >= 8, "a first step", 240)
+    os.kill(pid_of_rank(stack, 1), blow)
+    assert command.wait(400) == 0, command.tail() + stack.report(stack.snapshot())
+    stack.assert_exactly_once()
+    said = (stack.run_dir / "logs/trainer.log").read_text()
+    assert "error: rank 1 of 2 (pid" in said
+    assert "rank 1 of 2 has ended or was stopped" in said or "rank 1 of 2 hangs" in said
+    wait_gone(stack.mark)
+    assert not stack.litter()
+
+
+def pid_of_rank(stack: Stack, rank: int) -> int:
+    until = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until:
+        for pid in marked(stack.mark):
+            try:
+                found = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if f"RANK={rank}".encode() in found:
+                return pid
+        time.sleep(0.05)
+    pytest.fail(f"there is no rank {rank}")

@@ -1,0 +1,21 @@
+"""Every rank of four killed in every phase of a step, one after the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.rank_blows import assert_each_once, start_and_kill
+from tests.dying_rank import PHASES
+from tests.e2e.fixtures import MakeStack
+from tests.e2e.ready_batches import ready_run
+
+pytestmark = pytest.mark.chaos
+RANKS = 4
+
+
+def test_every_rank_killed_in_every_phase_loses_nothing(make_stack: MakeStack) -> None:
+    kills = [(phase, victim) for phase in PHASES for victim in range(RANKS)]
+    stack = ready_run(make_stack, steps=2 * len(kills))
+    for phase, victim in kills:
+        start_and_kill(stack, phase, victim, RANKS)
+    assert_each_once(stack, 2 * len(kills))
