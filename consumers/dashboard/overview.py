@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from sluice.pipeline.status.descriptions import (
 from sluice.pipeline.status.run_end import RunEnd
 from sluice.pipeline.status.snapshot import Snapshot, Stall
 from sluice.pipeline.status.stages import Stage, is_optional
-from sluice.pipeline.status.text import counted
+from sluice.pipeline.status.text import counted, length
 from sluice.pipeline.telemetry import run_metrics
 from sluice.pipeline.telemetry.families import CONTENT_TYPE
 
@@ -111,6 +112,8 @@ def _verdict(monitor: Monitor) -> dict[str, Any]:
     name, css = _STATES[verdict.state]
     if any(stall.kind in _FAILED and stall.blocks for stall in now.stalls):
         name = "failed"
+    if verdict.state == "complete" and now.dead:
+        css = "warn" if now.trained else "bad"
     change = monitor.curves.change()
     learned = f"{change.name} {change.first:.3g} → {change.last:.3g}" if change else ""
     line, says = headline(now, verdict, monitor.rates.bottleneck, learned), verdict_text(now, verdict)
@@ -120,17 +123,19 @@ def _verdict(monitor: Monitor) -> dict[str, Any]:
         line = f"{stopped or 'Stopped before its end'}: {learned or counted(now.trained, 'sequence') + ' trained'}"
         if not stopped:
             says = f"{counted(now.credit.sequences, 'sequence')} in flight"
-        says += "; what it has stored is shown" if monitor.stored_at is not None else ""
-    if monitor.seen_at is None:  # only its files are known
+    blocked = [stall for stall in now.stalls if stall.blocks]
+    if monitor.problem is not None or monitor.seen_at is None:  # what the broker said last is no verdict
+        if monitor.problem is not None:
+            blocked, lasting = [], list[Stall]()
         name, css, line = _by_files(monitor.end, learned)
-        says = "the broker does not answer, so this is what the run has written"
+        says = f"{monitor.problem or 'the broker does not answer'}, so this is what the run has written"
         if monitor.end is not None and monitor.end.is_halt:
-            says = f"{again(monitor.end)}; {says}"
+            says = f"it ended {length(time.time() - monitor.end.at)} ago: {again(monitor.end)}; {says}"
     return {
         "headline": line,
         "verdict": (name, css),
         "says": says,
-        "blocked": [Keeper(stall, stall_text(now, stall)) for stall in now.stalls if stall.blocks],
+        "blocked": [Keeper(stall, stall_text(now, stall)) for stall in blocked],
         "lasting": [Keeper(stall, stall_text(now, stall)) for stall in lasting],
     }
 
@@ -147,7 +152,7 @@ def _by_files(end: RunEnd | None, learned: str) -> tuple[str, str, str]:
             "warn",
             ": ".join(filter(None, (_STOPPED[end.state], learned))),
         )
-    return "unknown", "warn", f"Not running: {learned}" if learned else "Nothing is known about this run yet"
+    return "unknown", "warn", f"Its state is unknown: {learned}" if learned else "Nothing is known about this run yet"
 
 
 def _parts(monitor: Monitor) -> dict[str, Any]:
@@ -185,8 +190,8 @@ def _sums(now: Snapshot, monitor: Monitor) -> list[Sum]:
     version = NOTHING if now.latest_version is None else f"v{now.latest_version}"
     most = now.credit.max_sequences
     room = f"{most:,} at most" if most is not None and not now.complete else ""
-    of_data = "" if now.total is None else f"of {now.total:,} in the data"
-    stepped = f"{now.stepped:,} stepped, waiting for a checkpoint" if now.stepped else ""
+    of_data = "" if now.total is None else f"of {now.total:,}"
+    stepped = f"{now.stepped:,} more wait for a checkpoint" if now.stepped else ""
     is_live = monitor.stored_at is None and any(row.is_alive and not row.is_onlooker for row in now.processes)
 
     def speed(name: str, unit: str) -> str:

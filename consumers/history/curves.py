@@ -30,6 +30,7 @@ from sluice.pipeline.telemetry.training_metrics import PARTS
 from sluice.pipeline.wire.codec import read_json
 
 EVALS = "evals.jsonl"
+_ACRONYMS = {"f1": "F1", "iou": "IoU"}
 MOST_POINTS = 400  # of a line
 _STEPS = 20  # the newest ones, over which times are averaged
 _WINDOW_S = 10.0  # over which tokens per second are counted
@@ -291,7 +292,10 @@ class RunCurves:
         scores: list[Score] = self._scores.rows
         names = list(dict.fromkeys(name for score in scores for name in score.values))
         lines = [
-            line(name, [(self.step_of(one.version), one.at, one.values[name]) for one in scores if name in one.values])
+            line(
+                _ACRONYMS.get(name, name),
+                [(self.step_of(one.version), one.at, one.values[name]) for one in scores if name in one.values],
+            )
             for name in names[:_MOST_LINES]
         ]
         about = "problems that are never trained on, scored beside the run"

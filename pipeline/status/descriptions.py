@@ -447,6 +447,10 @@ def verdict_text(now: Snapshot, verdict: Verdict) -> str:
     seen = f"{_moved(verdict.moved)} within {within}" if verdict.moved else f"no progress within {within}"
     match verdict.state:
         case "complete":
+            if now.dead:
+                dead = [f"{name.removeprefix('dead:')} {n:,}" for name, n in now.reasons.items() if name[:5] == "dead:"]
+                number = counted(now.dead, "sequence is dead", "sequences are dead")
+                return f"the run is complete, but {number} ({', '.join(sorted(dead))}): `sluice dlq list` says why"
             return "the run is complete: nothing is left to do"
         case "idle":
             return "nothing was enqueued under this name and no process is alive: is the run's name right?"
@@ -481,6 +485,8 @@ def headline(now: Snapshot, verdict: Verdict, busiest: Sequence[RoleName], learn
     blocking = [stall for stall in now.stalls if stall.blocks] or now.stalls
     match verdict.state:
         case "complete":
+            if now.dead and not now.trained:
+                return "Complete, but nothing was trained"
             return f"Complete: {learned or counted(now.trained, 'sequence') + ' trained'}"
         case "idle":
             return "Nothing has started yet"

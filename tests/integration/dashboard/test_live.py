@@ -7,12 +7,14 @@ import contextlib
 import http.client
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from sluice.consumers.dashboard.app import make_app
 from sluice.consumers.dashboard.monitor import Monitor
 from sluice.consumers.dashboard.render import MOST_STREAMS
 from sluice.pipeline.broker import connection as broker
 from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.status.run_end import RunEnd, write_end
 from tests.dashboard_site import Site
 from tests.integration.dashboard.asking import ask
 from tests.served import served
@@ -92,6 +94,24 @@ async def test_streams_end_with_the_dashboard(site: Site) -> None:
             assert (await reader.read()).endswith(b"0\r\n\r\n")
         writer.close()
     await monitor.client.aclose()
+
+
+async def test_a_run_that_is_interrupted_while_it_is_looked_at_is_not_healthy(site: Site, tmp_path: Path) -> None:
+    away = broker.connect(BrokerConfig(url="redis://127.0.0.1:1"))
+    monitor = Monitor(site.config, broker.connect(site.config.broker), site.reader, tmp_path)
+    async with served(make_app(monitor), grace_s=1) as server:
+        await monitor.refresh()
+        assert monitor.seen_at is not None
+        await monitor.client.aclose()
+        monitor.client = away
+        await monitor.refresh()
+        assert '<span class="pill warn">unknown</span>' in (await asyncio.to_thread(ask, server.port, "/")).text
+        write_end(tmp_path, RunEnd(at=time.time() - 60, state="interrupted", command="sluice run -c mine.yaml"))
+        page = (await asyncio.to_thread(ask, server.port, "/")).text
+        assert '<span class="pill warn">interrupted</span>' in page
+        assert "<code>sluice run -c mine.yaml</code>" in page
+        assert "since the run has ended" in page
+    await away.aclose()
 
 
 async def test_a_broker_that_is_away_is_said_and_nothing_hangs(site: Site) -> None:

@@ -87,7 +87,7 @@ def test_what_was_learned_is_the_held_out_score_if_there_is_one(tmp_path: Path) 
     curves.charts()
     change = curves.change()
     assert change is not None
-    assert (change.name, change.first, change.last) == ("held-out f1", 0.0, 39 / 40), "the scores as they were"
+    assert (change.name, change.first, change.last) == ("held-out F1", 0.0, 39 / 40), "the scores as they were"
 
 
 def test_tokens_per_second_are_counted_over_seconds(tmp_path: Path) -> None:
