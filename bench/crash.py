@@ -61,7 +61,7 @@ _LOSSES = ("train/loss", "policy/loss", "train/grad_norm", "policy/reward_mean")
 
 class Plan(BenchPlan, frozen=True, kw_only=True):
     kills: int = 50
-    steps: int = 50
+    steps: int = 30
     seed: int = 0  # of the order of the kills, and of the run
 
     QUICK = {"kills": 7, "steps": 8}

@@ -318,6 +318,7 @@ def _deterministic(config: Config) -> Iterator[tuple[bool, str]]:
         "consumer.count": (1, "one process puts the rows in order"),
         "data.on_malformed": ("stop", "every row has its place in a step"),
         "trainer.external": (False, "it applies to the built-in trainer"),
+        "trainer.ranks": (1, "the order in which ranks add depends on their number"),
         "trainer.publish_every": (1, "a version's number is that of its step"),
         "policy.zero_variance": ("keep", "what takes a dropped group's place depends on time"),
         "rollout.url": (None, "a rollout has no version of its own"),

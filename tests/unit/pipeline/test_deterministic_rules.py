@@ -30,6 +30,7 @@ def test_its_needs_are_few_and_all_named_at_once() -> None:
         ("consumer.count=2", "consumer.count 2 with deterministic"),
         ("data.on_malformed=skip", "data.on_malformed skip with deterministic"),
         ("trainer.external=true", "trainer.external true with deterministic"),
+        ("trainer.ranks=2", "trainer.ranks 2 with deterministic"),
         ("trainer.publish_every=2", "trainer.publish_every 2 with deterministic"),
         ("trainer.optimizer=adamw_8bit", "trainer.optimizer adamw_8bit with deterministic"),
         ("trainer.torch_threads=0", "trainer.torch_threads 0 with deterministic"),
