@@ -327,7 +327,7 @@ async def test_the_dashboard_of_a_renamed_run_shows_what_its_broker_stored(confi
         await eventually(holds(shows_stored), "the dead letters of the run's own name", 60)
         page = await read(url + "/")
         assert f'title="The run\'s name">{RUN}</span>' in page
-        assert f'{tmp_path / "kept"}">in kept</span>' in page
+        assert f'{tmp_path / "kept"}">(directory kept)</span>' in page
     finally:
         serving.terminate()
         await asyncio.wait_for(serving.wait(), 60)
