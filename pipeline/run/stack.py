@@ -394,7 +394,7 @@ def _store_end(run_dir: Path, end: RunEnd, final: Snapshot | None, supervision: 
 
 
 def _report(final: Snapshot | None, run_dir: Path, end: RunEnd, command: str) -> int:
-    go_on = f"{_GO_ON}: {command}" if command else _GO_ON
+    go_on = f"to continue: {command}" if command else _GO_ON
     if final is None:
         say(f"interrupted; the broker is gone; {go_on}", file=sys.stderr)
         return INTERRUPTED

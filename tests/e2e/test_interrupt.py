@@ -44,7 +44,7 @@ def test_an_interrupted_run_resumes_and_loses_nothing(make_stack: MakeStack) -> 
     first = stack.start("run")
     wait_for(lambda: versions(stack) > 2, "the third version", first, stack)
     interrupt(first, stack)
-    assert "run the same command again" in first.text()
+    assert "to continue: sluice run -c " in first.text()
     assert len(stack.trained()) < 96, "it was over before the interruption"
     second = stack.start("run")
     assert second.wait() == 0, second.tail()
