@@ -1,4 +1,4 @@
-"""`sluice consume`, `train`, `audit`, `task`, `export` and `dashboard`."""
+"""`sluice consume`, `train`, `evaluate`, `audit`, `task`, `export` and `dashboard`."""
 
 from __future__ import annotations
 
@@ -56,6 +56,21 @@ def train(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
         return
     with told_to_launcher():
         asyncio.run(run(settings))
+
+
+def evaluate(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
+    """Have held-out prompts (`eval.data`) decoded and scored every few weight versions, until the run's last one.
+
+    The run's workers decode them, wholly under the version that is evaluated. Without `eval.data` this ends at once.
+
+    Example: `sluice evaluate -c configs/text.yaml --set eval.data=held-out.jsonl`
+    """
+    import asyncio
+
+    from sluice.consumers.evaluation.evaluator import evaluate as run
+    from sluice.pipeline.config import load_config
+
+    asyncio.run(run(load_config(config, overrides)))
 
 
 def audit(

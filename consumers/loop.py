@@ -301,7 +301,7 @@ class Consumer:
     async def _at_the_end(self) -> bool:
         """Hand off what is left once no more results can come; True when the whole run is over."""
         now = await snapshot(self._role.client, self._role.keys)
-        no_more = now.exhausted and now.queued_jobs == 0 and now.open_rollouts == 0
+        no_more = now.exhausted and now.queued_jobs <= now.evaluating_jobs and now.open_rollouts == 0
         if no_more and self._steps is not None and not self._groups and await self._reader.depth() == len(self._sizes):
             for step in self._steps.open:  # what they lack was trained before a broker lost its data
                 await self._hand_off_step(step, self._steps.take(step))

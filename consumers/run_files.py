@@ -11,6 +11,7 @@ from sluice.pipeline.errors import DataError
 
 ROLLOUTS, WEIGHTS, HISTORY = "rollouts", "weights", "history"
 METRICS = "metrics.jsonl"
+EVALS = "evals.jsonl"
 
 
 def find_run(run: str, config: Config) -> Path:

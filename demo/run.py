@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sluice.consumers.history.curves import EVALS
+from sluice.consumers.run_files import EVALS
 from sluice.consumers.training.step_log import read_steps
 from sluice.demo import report
 from sluice.demo.answers import SHOWN

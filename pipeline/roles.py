@@ -2,7 +2,7 @@
 
     producer ───▶ jobs ─▶ worker ─▶ results ─▶ consumer ─▶ batches ─▶ trainer ─▶ weights
     gateway ─────▶┘                                      scorer ◀─ score jobs ─┘
-    rollout-server (calls a gateway)                     dashboard (only reads)
+    rollout-server (calls a gateway)    evaluator (puts jobs of held-out prompts)    dashboard (only reads)
 
 - `ROLES` is in the order of the flow; every list of processes is sorted by it.
 - A process of an unknown role (from another release, or the user's own) is shown last and excluded from nothing.
@@ -13,9 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-RoleName = Literal["producer", "gateway", "rollout-server", "worker", "consumer", "scorer", "trainer", "dashboard"]
-Source = Literal["rows", "rollouts", "jobs", "results", "score_jobs", "batches", "requests"]
-Input = Literal["model", "data", "task", "disk"]
+RoleName = Literal[
+    "producer", "gateway", "rollout-server", "worker", "consumer", "scorer", "trainer", "evaluator", "dashboard"
+]
+Source = Literal["rows", "rollouts", "jobs", "results", "score_jobs", "batches", "versions", "requests"]
+Input = Literal["model", "data", "eval", "task", "disk"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,10 @@ _TABLE = (
     Role(
         name="trainer", command="train", waits_for="batches", stream="batches", reads=("model", "disk"),
         colour="magenta", rate=("trained", "seq/s"),
+    ),
+    Role(
+        name="evaluator", command="evaluate", waits_for="versions", reads=("eval",), colour="bright_magenta",
+        is_optional=True,
     ),
     Role(name="dashboard", command="dashboard", waits_for="requests", colour="white", is_onlooker=True),
 )  # fmt: skip

@@ -25,7 +25,16 @@ SHOWN_BYTES = 64 * 1024  # a larger file is offered as it is: highlighted, it wo
 
 # The navigation: a caption and its pages, as docs/README.md sorts them.
 PATHS: dict[str, tuple[str, ...]] = {
-    "Train a model": ("tour", "concepts", "engine", "generate", "policy", "repeat-termination", "training-distributed"),
+    "Train a model": (
+        "tour",
+        "concepts",
+        "engine",
+        "generate",
+        "policy",
+        "evaluation",
+        "repeat-termination",
+        "training-distributed",
+    ),
     "Extend it": ("tasks", "plugins", "remote-rollouts", "handoff", "architecture"),
     "Operate it": ("queue", "failures", "security", "tuning", "audit"),
     "Look it up": ("cli", "config", "metrics", "wire", "measured", "project/changelog"),

@@ -97,6 +97,7 @@ _EXPLAINED = {
     "trainer": "[tuning.md](tuning.md#the-trainer), [training-distributed.md](training-distributed.md)",
     "policy": "[policy.md](policy.md)",
     "scorer": "[policy.md](policy.md)",
+    "eval": "[evaluation.md](evaluation.md)",
     "weights": "[policy.md](policy.md)",
     "gateway": "[remote-rollouts.md](remote-rollouts.md)",
     "rollout_server": "[remote-rollouts.md](remote-rollouts.md)",

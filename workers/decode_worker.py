@@ -15,6 +15,8 @@
   jobs that haven't started go back at once.
 - New weights are loaded between two tokens; running sequences continue under them.
 - In a deterministic run a job accepts one version, which is loaded before it starts; nothing else is.
+- A job with a pinned version is decoded wholly under it: the worker loads it, if need be in place of a newer one, and
+  keeps it until the last such job here has ended. What else it decodes meanwhile is sampled from that version too.
 - A running sequence's progress is stored every `checkpoint_tokens`; the next attempt starts from it.
 """
 
@@ -45,7 +47,15 @@ from sluice.pipeline.queue import (
     seed_for,
 )
 from sluice.pipeline.run.role import Role
-from sluice.pipeline.wire.messages import DecodeJob, ImageRef, Progress, SequenceResult, TokenDelta, encode
+from sluice.pipeline.wire.messages import (
+    VERSION_GONE,
+    DecodeJob,
+    ImageRef,
+    Progress,
+    SequenceResult,
+    TokenDelta,
+    encode,
+)
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.pipeline.wire.waits import WaitKind
 from sluice.workers.engine.contracts import Backend, EngineFacts, SequenceOutput, SequenceRequest
@@ -66,6 +76,7 @@ class DecodeWorker:
         self._role, self._backend, self._prompts = role, backend, prompts
         self._weights = WeightsWatch(role, backend)
         self._looked = False
+        self._pinned = False  # there were pinned jobs at the last claim
         self._said_at = float("-inf")  # monotonic seconds
         self._images_away_at: float | None = None  # monotonic seconds of the last failure; None: images are reached
         self._slots = Slots(role.config.worker.max_batch)
@@ -120,6 +131,8 @@ class DecodeWorker:
         if too_new := self._too_new(job):
             await self._fail(claim, "stale", too_new)
             return
+        if job.pinned_version is not None and not await self._pin(claim, job.pinned_version):
+            return
         try:
             prompt = self._prompt(job)
         except RequestError as error:
@@ -140,11 +153,28 @@ class DecodeWorker:
         slots = [held.claim for held in self._slots.take_back(started=started)]
         return slots + self._calls.take_back(started=started)
 
+    async def _pin(self, claim: Claim, version: int) -> bool:
+        """Whether a job of this version can start here now. If not, it went back to the queue, or has ended."""
+        if self._backend.version == version:
+            return True
+        if self._slots.pinned() is not None:  # another one, which stays until its jobs have ended
+            await self.leases.give_back(claim, _TOO_EARLY_S)
+            return False
+        self._role.status.waiting(WaitKind.WEIGHTS, f"v{version}", self._slots.running)
+        if await self._weights.pull(version, pinned=True):
+            return True
+        await self._fail(claim, VERSION_GONE, f"weights v{version} can't be loaded: retired, lost or damaged")
+        return False
+
     async def _update_weights(self) -> None:
         """New weights are loaded before anything else."""
         if not self._looked:
             await self._weights.look()
             self._looked = True
+        # After the last pinned job there is one more claim before the swap: it may bring the next one.
+        was_pinned, self._pinned = self._pinned, self._slots.pinned() is not None
+        if self._pinned or was_pinned:
+            return
         newer = None if self._role.config.deterministic else self._weights.newer()
         if newer is not None:
             self._role.status.waiting(WaitKind.WEIGHTS, f"v{newer}", self._slots.running)

@@ -66,6 +66,11 @@ class Slots:
         """Jobs whose prompt isn't ready."""
         return sum(not held.ready for held in self._jobs.values())
 
+    def pinned(self) -> int | None:
+        """The version that the weights must stay at; None if no held job names one."""
+        pins = (held.job.pinned_version for held in self._jobs.values())
+        return next((pin for pin in pins if pin is not None), None)
+
     def full(self) -> bool:
         """The engine has a whole batch."""
         return self.running >= self.max_batch

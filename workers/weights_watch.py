@@ -77,8 +77,11 @@ class WeightsWatch:
                 "backend (worker.backend), or raise weights.probe_tolerance if its precision is the cause"
             )
 
-    async def pull(self, version: int) -> bool:
-        """Load a version; False if it was refused and the old one stays. Raises TornWeights if neither can serve."""
+    async def pull(self, version: int, *, pinned: bool = False) -> bool:
+        """Load a version; False if it was refused and the old one stays. Raises TornWeights if neither can serve.
+
+        `pinned`: a job asks for it, whatever the newest is.
+        """
         limit_s = self._config.weights.load_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -98,8 +101,9 @@ class WeightsWatch:
         if published_at is None:
             return False  # retired in the meantime: there is a newer one
         self._is_proved = True
-        self._behind = version, round(time.time() - published_at, 3)
-        get_logger().info("weights loaded", version=version, behind_s=self._behind[1])
+        behind_s = round(time.time() - published_at, 3)
+        self._behind = None if pinned else (version, behind_s)
+        get_logger().info("weights loaded", version=version, behind_s=behind_s)
         return True
 
     async def is_gone(self, version: int) -> bool:

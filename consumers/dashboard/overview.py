@@ -40,6 +40,7 @@ router = APIRouter()
 _TITLES = {
     "producer": "Producer", "queue": "Queue", "worker": "Workers", "results": "Results", "consumer": "Consumer",
     "batches": "Batches", "trainer": "Trainer", "weights": "Weights", "gateway": "Gateways", "scorer": "Scorers",
+    "evaluator": "Evaluator",
 }  # fmt: skip
 _STATES = {
     "complete": ("complete", "good"), "idle": ("not started", ""), "stalled": ("stalled", "bad"),
@@ -120,6 +121,8 @@ def _verdict(monitor: Monitor) -> dict[str, Any]:
     stopped = _STOPPED.get(now.end.state, "") if now.end else ""
     if (monitor.stored_at is not None or stopped) and not now.complete and name != "failed":
         name, css = "interrupted" if now.end and now.end.is_halt else "stopped", "warn"
+        if now.end and now.end.is_by_evaluations:
+            stopped = "Stopped by its evaluations"
         line = f"{stopped or 'Stopped before its end'}: {learned or counted(now.trained, 'sequence') + ' trained'}"
         if not stopped:
             says = f"{counted(now.credit.sequences, 'sequence')} in flight"

@@ -27,8 +27,8 @@ from sluice.consumers.dashboard.formats import query
 from sluice.consumers.dashboard.monitor import Monitor, monitor_of
 from sluice.consumers.dashboard.overview import charts_json, points
 from sluice.consumers.dashboard.render import clean, render
-from sluice.consumers.history.curves import EVALS, Change, Chart, RunCurves, overlaid
-from sluice.consumers.run_files import METRICS, stored_config
+from sluice.consumers.history.curves import Change, Chart, RunCurves, overlaid
+from sluice.consumers.run_files import EVALS, METRICS, stored_config
 from sluice.pipeline.config import Config, resolved_yaml
 from sluice.pipeline.config.load import RESOLVED, hide_password
 from sluice.pipeline.config.run_origin import placed

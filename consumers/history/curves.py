@@ -7,8 +7,8 @@
 - A line of metrics.jsonl has a step, the version that the step started from, and its time. A held-out score or an
   ending belongs to a version; its step is the one that made the version.
 - Files are read from where the last reading stopped; a file that was cut (a resumed trainer does so) is read again.
-- Held-out scores: whatever appends `{"version": 3, "at": UNIX_TIME, "NAME": NUMBER}` to evals.jsonl in the run's
-  directory, such as the demo's evaluator. They are never mixed with those of the training rollouts.
+- Held-out scores: the run's evaluator (`eval.data`), or whatever appends `{"version": 3, "at": UNIX_TIME, "NAME":
+  NUMBER}` to evals.jsonl in the run's directory. They are never mixed with those of the training rollouts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import msgspec
 
 from sluice.consumers.history.index import HistoryIndex
 from sluice.consumers.history.records import SequenceRow
-from sluice.consumers.run_files import METRICS
+from sluice.consumers.run_files import EVALS, METRICS
 from sluice.pipeline.errors import MessageError
+from sluice.pipeline.status.evaluation import headline
 from sluice.pipeline.telemetry.training_metrics import PARTS
 from sluice.pipeline.wire.codec import read_json
 
-EVALS = "evals.jsonl"
 _ACRONYMS = {"f1": "F1", "iou": "IoU"}
 MOST_POINTS = 400  # of a line
 _STEPS = 20  # the newest ones, over which times are averaged
@@ -290,10 +290,12 @@ class RunCurves:
 
     def _heldout(self) -> Chart:
         scores: list[Score] = self._scores.rows
-        names = list(dict.fromkeys(name for score in scores for name in score.values))
+        # Somebody's own scores of the same run, such as the demo's, take the place of the evaluator's.
+        own = [name for score in scores for name in score.values if not name.startswith("eval/")]
+        names = list(dict.fromkeys(own or [name for score in scores for name in headline(score.values)]))
         lines = [
             line(
-                _ACRONYMS.get(name, name),
+                _ACRONYMS.get(name, name.removeprefix("eval/")),
                 [(self.step_of(one.version), one.at, one.values[name]) for one in scores if name in one.values],
             )
             for name in names[:_MOST_LINES]

@@ -58,6 +58,7 @@ from sluice.pipeline.errors import ConfigError, DeadlineExceeded, MessageError, 
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.trained import begin_again, recognise
 from sluice.pipeline.run.role import Role
+from sluice.pipeline.status.evaluation import best_of, evaluation_of
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.status.text import wait_text
 from sluice.pipeline.telemetry import training_metrics
@@ -192,6 +193,9 @@ class Session:
 
     async def take(self) -> list[TrainingSample]:
         """`producer.samples_per_version` samples; fewer at the end of the run, none when it is over or at a stop."""
+        return [] if await self._gets_no_better() else await self._take()
+
+    async def _take(self) -> list[TrainingSample]:
         wanted, limit_s = self._config.producer.samples_per_version, self._config.trainer.batch_wait_s
         until, dry, filtered = time.monotonic() + limit_s, False, -1
         if not self.given and any(each.letters for each in self._given):
@@ -241,6 +245,17 @@ class Session:
         if not self._config.deterministic:
             return self._unread[0] if self._unread else None
         return next((entry for entry in self._unread if _step_of(entry) <= self.state.step), None)
+
+    async def _gets_no_better(self) -> bool:
+        """Whether the evaluations end the run: `eval.patience`."""
+        patience = self._config.eval.patience
+        if patience is None:
+            return False
+        now = await evaluation_of(self._role.client, self._role.keys)
+        if now.best is None or now.since_best < patience:
+            return False
+        get_logger().warning("no more batches", cause=now.stops, best=now.best)
+        return True
 
     def drop(self, letters: Mapping[str, DeadLetter]) -> None:
         """Don't train these, by sequence id; the ack counts each with its letter, and they are never returned again.
@@ -530,7 +545,10 @@ class Session:
     async def _register(self, manifest: WeightVersion, weights: Weights | None) -> None:
         latest, newest = await self._registry.latest(), self.state.line.newest_few(self._config.weights.retention)
         # A kill takes the run back to the last commit, whose version may be all that is left of its weights.
-        kept = {*newest, self._durable_version, *([] if self._reference is None else [self._reference])}
+        # What the evaluator holds it named before a version that could retire it came: see Evaluator._due.
+        held = (await evaluation_of(self._role.client, self._role.keys)).held
+        best = await asyncio.to_thread(best_of, self.run_dir)
+        kept = {*newest, self._durable_version, *held, *(one for one in (self._reference, best) if one is not None)}
         gone = await asyncio.to_thread(versions.retired, self.root, kept, manifest.version)
         if self._config.deterministic:  # sequences wait for one version, and a broker may have lost it
             for number in newest[:-1]:

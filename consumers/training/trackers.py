@@ -5,6 +5,8 @@
 - Training never waits for a tracker: one that fails logs a single warning and gets nothing more; a slow one has
   `_CLOSE_S` at the end.
 - A tracker is opened at the first step, by the trainer that makes it: a standby trainer opens none.
+- The evaluator has trackers of its own, beside the trainer's: `tensorboard/eval`, and a run `NAME-eval`. Its steps are
+  those that made the versions.
 - A resumed trainer continues the same run. TensorBoard purges the steps that are redone; W&B and trackio
   can't, so they keep the first values.
 """
@@ -24,6 +26,7 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
+from msgspec.structs import replace
 
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, DataError, MessageError
@@ -40,7 +43,7 @@ class Sent(msgspec.Struct):
     """State of a tracker that can't purge steps: its run, and the last step sent."""
 
     id: str
-    step: int = 0
+    step: int = -1
 
 
 def read_sent(path: Path) -> Sent:
@@ -51,12 +54,12 @@ def read_sent(path: Path) -> Sent:
         raise DataError(f"{error}; delete the file to make the tracker start another run") from error
 
 
-def _to_tensorboard(_: Config, directory: Path, steps: Iterator[Step]) -> None:
+def _to_tensorboard(_: Config, directory: Path, part: str, steps: Iterator[Step]) -> None:
     """Event files in <run_dir>/<run>/tensorboard; the first step purges later events of an earlier process."""
     from torch.utils.tensorboard import SummaryWriter
 
     first = next(steps)
-    with SummaryWriter(str(directory / "tensorboard"), purge_step=first[0]) as writer:
+    with SummaryWriter(str(directory / "tensorboard" / part), purge_step=first[0]) as writer:
         for step, record in chain([first], steps):
             for key, value in record.items():
                 writer.add_scalar(key, value, step)
@@ -81,11 +84,13 @@ def _to_run(
     log: dict[str, Any],
     config: Config,
     directory: Path,
+    part: str,
     steps: Iterator[Step],
 ) -> None:
     """A run of a tracker that is opened with `options`, and logs each step with those of `log`."""
-    path = directory / "tracking" / f"{name}.json"
+    path = directory / "tracking" / ("-".join(filter(None, (name, part))) + ".json")
     sent, tracker = read_sent(path), import_module(name)
+    config = replace(config, run="-".join(filter(None, (config.run, part))))
     write_atomic(path, msgspec.json.encode(sent))
     run: Any = tracker.init(
         project=config.tracking.project, resume="allow", **options(tracker, config, directory, sent.id)
@@ -98,7 +103,7 @@ def _to_run(
     run.finish()
 
 
-_TRACKERS: dict[str, Callable[[Config, Path, Iterator[Step]], None]] = {
+_TRACKERS: dict[str, Callable[[Config, Path, str, Iterator[Step]], None]] = {
     "tensorboard": _to_tensorboard,
     "wandb": partial(_to_run, "wandb", _wandb, {"commit": True}),  # otherwise it holds a step back until the next one
     "trackio": partial(_to_run, "trackio", _trackio, {}),
@@ -112,8 +117,9 @@ class Trackers:
     On exit it waits at most `close_s` for unwritten records.
     """
 
-    def __init__(self, config: Config, close_s: float = _CLOSE_S) -> None:
-        self._config, self._close_s = config, close_s
+    def __init__(self, config: Config, close_s: float = _CLOSE_S, *, part: str = "") -> None:
+        """`part`: whose records they are, if not the trainer's."""
+        self._config, self._close_s, self._part = config, close_s, part
         self._fed: dict[str, tuple[Thread, SimpleQueue[Step | None]]] = {}  # without those that failed
         for name in _TRACKERS:
             if not getattr(config.tracking, name):
@@ -137,7 +143,8 @@ class Trackers:
 
     def _feed(self, name: str, steps: SimpleQueue[Step | None]) -> None:
         try:
-            _TRACKERS[name](self._config, Path(self._config.run_dir) / self._config.run, iter(steps.get, None))
+            directory = Path(self._config.run_dir) / self._config.run
+            _TRACKERS[name](self._config, directory, self._part, iter(steps.get, None))
         except Exception as error:  # trackers may raise anything
             self._give_up(name, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 

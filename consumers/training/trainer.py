@@ -412,6 +412,7 @@ async def _train(config: Config, shards: Sharding | None, ranks: Ranks | None) -
         owner = Ownership(role.client, role.keys, "trainer")
         await owner.acquire(deadline_s=60, waiting=role.status.waiting)
         role.spawn(owner.keep())
+        await cast("Awaitable[int]", role.client.delete(role.keys.state))  # how an earlier start ended
         provenance.store(config, Path(config.run_dir) / config.run)
         images = await asyncio.to_thread(SampleImages.of, config, pixels_of(config))
         if ranks is not None and images is not None:
@@ -429,6 +430,8 @@ async def _train(config: Config, shards: Sharding | None, ranks: Ranks | None) -
             get_logger().warning("policy loss", known=warning)
         async with images or contextlib.nullcontext():
             await Trainer(role, owner, step, source, trackers, images, ranks).run()
-        if (await snapshot(role.client, role.keys)).complete:
-            await cast("Awaitable[bool]", role.client.set(role.keys.state, "finished"))
+        is_complete = (await snapshot(role.client, role.keys)).complete
+        if is_complete or not role.stop.is_set():  # the evaluator ends after this version
+            word = "finished" if is_complete else "stopped"
+            await cast("Awaitable[bool]", role.client.set(role.keys.state, word))
         await owner.release()

@@ -12,8 +12,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice.pipeline.config.suggest import did_you_mean
-from sluice.pipeline.config.types import CONVENTIONS, Config, PolicyConfig, RepeatTerminateConfig
+from sluice.pipeline.config.types import (
+    CONVENTIONS,
+    Config,
+    DataConfig,
+    EvalConfig,
+    PolicyConfig,
+    RepeatTerminateConfig,
+)
 from sluice.pipeline.errors import ConfigError, as_one
+from sluice.pipeline.wire.messages import MAX_GROUP, MAX_PRIORITY, SamplingParams
 
 
 def check(config: Config, origin: str) -> None:
@@ -91,7 +99,7 @@ def at_fault(config: Config) -> set[str]:
 
 def _alone(config: Config) -> list[str]:
     alone = (
-        _identity, _numbers, _schedule, _images, _policy_numbers, _scorer_counts, _rewards, _rollouts,
+        _identity, _numbers, _schedule, _evaluation, _images, _policy_numbers, _scorer_counts, _rewards, _rollouts,
         _what_a_rollout_server_takes, _history_and_servers,
     )  # fmt: skip
     found = [complaint for rules in alone for holds, complaint in rules(config) if not holds]
@@ -197,6 +205,80 @@ def _schedule(config: Config) -> list[tuple[bool, str]]:
             "cosine or linear",
         ),
     ]
+
+
+def _evaluation(config: Config) -> list[tuple[bool, str]]:
+    one = config.eval
+    positive = {"every": one.every, "n": one.n, "max_in_flight": one.max_in_flight, "wait_s": one.wait_s}
+    found = [
+        (0 < value < inf, f"eval.{key} must be a finite number > 0, got {value}") for key, value in positive.items()
+    ]
+    at_least = {"limit": (one.limit, 0), "patience": (one.patience, 1), "keep_answers": (one.keep_answers, 0)}
+    found += [
+        (value is None or value >= least, f"eval.{key} must be >= {least}, got {value}")
+        for key, (value, least) in at_least.items()
+    ]
+    found += [
+        (one.n <= MAX_GROUP, f"eval.n must be at most {MAX_GROUP}, got {one.n}"),
+        (bool(one.k), "eval.k is empty; name at least one k, such as [1]"),
+        (
+            all(1 <= k <= one.n for k in one.k),
+            f"eval.k {list(one.k)}: pass@k needs 1 <= k <= eval.n ({one.n}); raise eval.n or leave the larger ones out",
+        ),
+        (len(set(one.k)) == len(one.k), f"eval.k {list(one.k)} names one twice"),
+        (0 <= one.priority <= MAX_PRIORITY, f"eval.priority must be in 0..{MAX_PRIORITY}, got {one.priority}"),
+        (0 <= one.min_delta < inf, f"eval.min_delta must be a finite number >= 0, got {one.min_delta}"),
+        (-inf < one.pass_above < inf, f"eval.pass_above must be a finite number, got {one.pass_above}"),
+        (
+            one.n == 1 or one.temperature > 0,
+            f"eval.n {one.n} with eval.temperature 0: greedy answers to a prompt are all the same; set "
+            "eval.temperature to that of sampling, or eval.n to 1",
+        ),
+    ]
+    try:
+        eval_sampling(config)
+    except ValueError as error:
+        found.append((False, f"eval: {error}"))
+    return found
+
+
+def eval_sampling(config: Config) -> SamplingParams:
+    """How held-out prompts are answered. Raises ValueError."""
+    one, usual = config.eval, config.sampling
+    longest = usual.max_new_tokens if one.max_new_tokens is None else one.max_new_tokens
+    return replace(usual, temperature=one.temperature, top_p=one.top_p, max_new_tokens=longest)
+
+
+def eval_config(config: Config) -> Config:
+    """The configuration with the held-out prompts in the place of those that are trained on."""
+    one = config.eval
+    return replace(
+        config,
+        data=DataConfig(path=one.data, format=one.format, limit=one.limit),
+        sampling=eval_sampling(config),
+        producer=replace(config.producer, group_size=one.n),
+        eval=EvalConfig(),
+    )
+
+
+def _evaluation_and_others(config: Config) -> Iterator[tuple[bool, str]]:
+    one = config.eval
+    yield (
+        not one.data or one.data != config.data.path,
+        f"eval.data is data.path ({one.data}): prompts that are trained on are not held out; name another file",
+    )
+    yield (
+        not one.data or config.rollout.url is None,
+        "eval.data with rollout.url: an evaluation decodes single prompts, not rollouts of an agent; leave one out",
+    )
+    yield (
+        not one.data or not config.deterministic,
+        "eval.data with deterministic: an evaluation loads its version amid rollouts that need another; leave one out",
+    )
+    yield (
+        one.patience is None or bool(one.data),
+        "eval.patience does nothing without eval.data; name the held-out prompts, or leave it out",
+    )
 
 
 def _images(config: Config) -> list[tuple[bool, str]]:
@@ -584,7 +666,7 @@ def _policy_and_others(config: Config) -> Iterator[tuple[bool, str]]:
     )
 
 
-_BETWEEN = (_flow, _policy_and_others, _deterministic)
+_BETWEEN = (_flow, _policy_and_others, _deterministic, _evaluation_and_others)
 
 REWARD_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}"
 MAX_REWARD_PARTS = 32  # of one run: each is a metric

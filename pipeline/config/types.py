@@ -255,6 +255,29 @@ class DataConfig(Section, frozen=True, kw_only=True):
     on_malformed: Literal["stop", "skip"] = "stop"  # skip: counted, and the run continues
 
 
+class EvalConfig(Section, frozen=True, kw_only=True):
+    """Held-out prompts, decoded by the workers and scored like rollouts, and never trained; see evaluation.md."""
+
+    data: str = ""  # rows like those of data.path, others than these; empty: no evaluation
+    format: Literal["auto", "jsonl", "parquet", "datasets"] = "auto"  # auto: from the path
+    limit: int | None = None  # rows
+    every: int = 10  # versions from one evaluation to the next; the first and the last version always have one
+    n: int = 1  # answers per prompt
+    k: tuple[int, ...] = (1,)  # pass@k for each of these, at most n
+    temperature: float = 0.0  # 0 is greedy; all else that isn't named here is as in sampling
+    top_p: float = 1.0
+    max_new_tokens: int | None = None  # None: sampling.max_new_tokens
+    pass_above: float = 0.0  # an answer passes if its reward is above this
+    metric: str | None = None  # without eval/, higher is better; None: the first pass@k, else reward_mean, else f1
+    keep_best: bool = True  # the version with the best metric stays on disk, whatever weights.retention is
+    patience: int | None = None  # the run ends after this many evaluations that were no better than the best
+    min_delta: float = 0.0  # an evaluation is better by more than this
+    priority: int = 100  # of its jobs in the queue; those of the training rollouts have 0
+    max_in_flight: int = 256  # sequences in the queue at once, beside producer.max_in_flight
+    wait_s: float = 600.0  # without an answer for this long the evaluator ends; started again, it goes on
+    keep_answers: int | None = 8  # newest evaluations whose answers stay in the run's directory; None = all
+
+
 class ProducerConfig(Section, frozen=True, kw_only=True):
     """Admission: how far decoding may run ahead of training."""
 
@@ -416,6 +439,7 @@ class Config(Section, frozen=True, kw_only=True):
     broker: BrokerConfig = BrokerConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    eval: EvalConfig = EvalConfig()
     sampling: SamplingParams = SamplingParams()
     producer: ProducerConfig = ProducerConfig()
     worker: WorkerConfig = WorkerConfig()

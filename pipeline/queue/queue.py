@@ -351,6 +351,7 @@ def _names(client: Redis, keys: Keys, partitions: int, keep_ms: int) -> scripts.
         leases=keys.leases,
         watch=keys.watch,
         sweep=keys.sweep,
+        evaluated=keys.evaluated,
         prefixes=prefixes,
     )
 

@@ -28,6 +28,7 @@ from sluice.pipeline.broker.embedded import find_server
 from sluice.pipeline.child_process import tethered
 from sluice.pipeline.config import Config
 from sluice.pipeline.config.load import UNASKED, Found, read_config
+from sluice.pipeline.config.rules import eval_config
 from sluice.pipeline.errors import BrokerError, ConfigError, DataError, ModelError, NotReady, SluiceError, as_one
 from sluice.pipeline.prompts.rows import is_parquet
 from sluice.pipeline.roles import ROLES, Input, RoleName
@@ -59,6 +60,9 @@ _READS: dict[str, frozenset[str]] = {
     "data": frozenset({"data", "images", "preflight"}),
     "task": frozenset(
         {"consumer", "custom", "data", "images", "policy", "preflight", "rollout", "rollout_matching", "sampling"}
+    ),
+    "eval": frozenset(
+        {"consumer", "custom", "data", "eval", "images", "policy", "preflight", "rollout_matching", "sampling"}
     ),
     "disk": frozenset({"broker", "model", "run", "run_dir"}),
 }
@@ -141,11 +145,15 @@ def examine_inputs(
     checks: dict[Input, Callable[[], str]] = {
         "model": lambda: model(config, needed=needed),
         "data": lambda: data(config, needed=needed),
+        "eval": lambda: evaluation(config),
         "task": lambda: task(config),
         "disk": lambda: disk(config),
     }
     foreign = apart or _is_foreign(config)
-    is_apart = {"data": foreign, "task": foreign or bool(own_functions(config))}
+    own = bool(own_functions(config))
+    is_apart = {"data": foreign, "task": foreign or own}
+    if "eval" in inputs:
+        is_apart["eval"] = apart or own or _is_foreign(eval_config(config))
     children = {name: _Child(name, config) for name in inputs if is_apart.get(name) and (needed or config.data.path)}
     try:
         return [children[name].result() if name in children else examine(name, checks[name]) for name in inputs]
@@ -303,6 +311,16 @@ def data(config: Config, *, needed: bool = False) -> str:
     return Note(f"{path}: {count}; they are skipped{unscanned}")
 
 
+def evaluation(config: Config) -> str:
+    """The held-out prompts are readable, and the task and the rewards answer on them."""
+    if not config.eval.data:
+        return "not set (eval.data)"
+    held_out = eval_config(config)
+    rows = data(held_out, needed=True)
+    says = f"{rows}; {task(held_out)}"
+    return Note(says) if isinstance(rows, Note) else says
+
+
 def task(config: Config) -> str:
     """The task's functions import, and can train one of the first rows."""
     rows: list[FirstRow] = []
@@ -412,7 +430,8 @@ def answer(name: str) -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # what a user's module prints is no answer
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Config)
-    found = examine(name, lambda: task(config) if name == "task" else data(config, needed=True))
+    checks = {"task": task, "eval": evaluation}
+    found = examine(name, lambda: checks[name](config) if name in checks else data(config, needed=True))
     os.write(out, b"\n" + msgspec.json.encode(found) + b"\n")
 
 

@@ -128,6 +128,10 @@ class RunMonitor:
     @property
     def _done(self) -> bool:
         children, now = self._supervisor.children, self._seen
+        if "evaluator" in children and not children["evaluator"].done:
+            return False  # the last version is still being evaluated
+        if now is not None and now.evaluation.stops and "trainer" not in children and not now.alive("trainer"):
+            return True  # a loop of the user's own that was given no more
         if "trainer" in children:
             return children["trainer"].done
         if now is None or not (children["producer"].done and now.complete):
@@ -137,6 +141,7 @@ class RunMonitor:
     async def _first_then_care(self) -> None:
         # The producer reports again when it reaches its end.
         await cast(Any, self._client).hset(self._keys.source, "exhausted", "0")
+        await cast(Any, self._client).delete(self._keys.state)  # the trainer sets it at its end
         await self._supervisor.run()
 
     async def _look(self) -> None:
@@ -279,6 +284,7 @@ def counts(config: Config) -> dict[RoleName, int | None]:
         "consumer": config.consumer.count,
         "worker": config.worker.count,
         "scorer": config.scorer.count if config.policy.enabled and not config.trainer.external else 0,
+        "evaluator": None if config.eval.data else 0,
         "gateway": config.gateway.count,
         "rollout-server": config.rollout_server.count,
         "dashboard": None if config.dashboard.enabled else 0,
@@ -356,7 +362,13 @@ async def _supervised(
 def _ending(final: Snapshot | None, *, interrupted: bool) -> RunEnd:
     if interrupted or final is None:
         return _interrupted()
-    return RunEnd(at=time.time(), state="complete" if final.complete else "stopped")
+    return RunEnd(
+        at=time.time(), state="complete" if final.complete else "stopped", cause="" if final.complete else _stop(final)
+    )
+
+
+def _stop(final: Snapshot) -> str:
+    return final.evaluation.stops if final.evaluation.stops and final.state == "stopped" else ""
 
 
 def _interrupted() -> RunEnd:
@@ -393,12 +405,15 @@ def _store_end(run_dir: Path, end: RunEnd, final: Snapshot | None, supervision: 
         get_logger().warning("how the run ended is not stored", why=repr(error))
 
 
+_STOPPED = {"stopped": "stopped at trainer.max_versions"}
+
+
 def _report(final: Snapshot | None, run_dir: Path, end: RunEnd, command: str) -> int:
     go_on = f"to continue: {command}" if command else _GO_ON
     if final is None:
         say(f"interrupted; the broker is gone; {go_on}", file=sys.stderr)
         return INTERRUPTED
-    word = "stopped at trainer.max_versions" if end.state == "stopped" else end.state
+    word = f"stopped: {end.cause}" if end.state == "stopped" and end.cause else _STOPPED.get(end.state, end.state)
     say(
         f"{word}: enqueued {final.enqueued}, trained {final.trained}, dead {final.dead}, dropped {final.dropped}, "
         f"weights v{final.latest_version}; files in {run_dir}",

@@ -71,12 +71,16 @@ class StageText(NamedTuple):
         return f"{self.what}{self.since}"
 
 
+def _ended(end: RunEnd) -> str:
+    return "stopped by its evaluations" if end.is_by_evaluations else _ENDS.get(end.state, end.state)
+
+
 def condition(now: Snapshot) -> str:
     """The run's condition in a word or two."""
     if now.complete:
         return "complete"
     if now.end is not None and now.end.state in _ENDS:
-        return _ENDS[now.end.state]
+        return _ended(now.end)
     if any(row.is_alive and not row.is_onlooker for row in now.processes):
         return "running"
     if now.state == "finished":
@@ -87,7 +91,7 @@ def condition(now: Snapshot) -> str:
 def stored_end(run: str, end: RunEnd, last: RunSummary | None, at: float) -> str:
     """How a run ended, by its files alone; `at` is the Unix time now."""
     cause = f": {end.cause}" if end.cause else ""
-    text = f"run {run}: {_ENDS.get(end.state, end.state)} {length(at - end.at)} ago{cause}"
+    text = f"run {run}: {_ended(end)} {length(at - end.at)} ago{cause}"
     if end.is_halt:
         text += f"; {again(end)}"
     if last is None:
@@ -119,6 +123,20 @@ def stepped(now: Snapshot, *, brief: bool = False) -> str:
     """The term beside what was trained, of sequences whose step no checkpoint holds yet; empty without any."""
     why = "" if brief else " (waiting for a checkpoint)"
     return f" + stepped {now.stepped:,}{why}" if now.stepped else ""
+
+
+def evaluation(now: Snapshot) -> str:
+    """The last evaluated version, the best one, and what is under evaluation; empty without any."""
+    state, parts = now.evaluation, list[str]()
+    if state.running is not None:
+        parts.append(f"v{state.running}: {state.answered:,} of {state.asked:,} answers")
+    if state.version is not None:
+        value, low, high = (state.values.get(f"eval/{state.metric}{end}") for end in ("", "_low", "_high"))
+        within = "" if low is None or high is None else f" ({low:.3g} to {high:.3g})"
+        parts.append(f"v{state.version}" + ("" if value is None else f" {state.metric} {value:.3g}{within}"))
+    if state.best is not None and state.best_value is not None:
+        parts.append(f"best v{state.best} {state.best_value:.3g}{', kept' if state.keeps_best else ''}")
+    return "; ".join(parts)
 
 
 def policy(now: Snapshot) -> str:
@@ -251,6 +269,7 @@ def _nobody(now: Snapshot, stall: Stall) -> StallText:
         "score_jobs": waiting(number, "score job"),
         "batches": waiting(number, "batch", "batches"),
         "sequences": f"{waiting(number, 'sequence')} to be trained",
+        "versions": waiting(number, "evaluation"),
         "requests": waiting(number, "request"),
     }[source]
     more = ""
@@ -346,7 +365,17 @@ _STALLS: dict[StallKind, Callable[[Snapshot, Stall], StallText]] = {
     "run_failed": _run_failed,
     "no_process": _no_process,
     **dict.fromkeys(
-        ("no_producer", "no_gateway", "no_worker", "no_consumer", "no_scorer", "no_trainer", "trainer_dead"), _nobody
+        (
+            "no_producer",
+            "no_gateway",
+            "no_worker",
+            "no_consumer",
+            "no_scorer",
+            "no_trainer",
+            "trainer_dead",
+            "no_evaluator",
+        ),
+        _nobody,
     ),
     "old_versions": _old_versions,
     "consumer_lag": _consumer_lag,
@@ -458,12 +487,7 @@ def verdict_text(now: Snapshot, verdict: Verdict) -> str:
             since = "" if now.end is None else f"it ended {length(now.at - now.end.at)} ago; "
             return f"{since}{counted(now.credit.sequences, 'sequence')} in flight"
         case "stopped":
-            left = counted(now.credit.sequences, "sequence")
-            ago = "" if now.end is None else f" {length(now.at - now.end.at)} ago"
-            if now.end is not None and now.end.state == "stopped":
-                return f"it stopped at trainer.max_versions{ago}, {left} in flight: to continue, raise it and run again"
-            do = again(now.end) if now.end is not None else "run the same command again to continue"
-            return f"it was interrupted{ago}, {left} in flight: {do}"
+            return _stopped(now)
         case "killed":
             left = counted(now.credit.sequences, "sequence")
             ago = "" if now.end is None else f" {length(now.at - now.end.at)} ago"
@@ -478,6 +502,17 @@ def verdict_text(now: Snapshot, verdict: Verdict) -> str:
             return f"it works: {seen}, and {verdict.busy} is working"
         case "waiting":
             return f"it waits: {seen}, every process waits, for no known cause"
+
+
+def _stopped(now: Snapshot) -> str:
+    left = counted(now.credit.sequences, "sequence")
+    ago = "" if now.end is None else f" {length(now.at - now.end.at)} ago"
+    if now.end is not None and now.end.state == "stopped":
+        if now.end.is_by_evaluations:
+            return f"it stopped{ago}, {left} in flight: {now.end.cause}; raise that to continue, and run again"
+        return f"it stopped at trainer.max_versions{ago}, {left} in flight: to continue, raise it and run again"
+    do = again(now.end) if now.end is not None else "run the same command again to continue"
+    return f"it was interrupted{ago}, {left} in flight: {do}"
 
 
 def headline(now: Snapshot, verdict: Verdict, busiest: Sequence[RoleName], learned: str = "") -> str:

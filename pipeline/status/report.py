@@ -17,6 +17,7 @@ from sluice.pipeline.status.descriptions import (
     condition,
     credit,
     doing,
+    evaluation,
     guard,
     policy,
     stall_text,
@@ -128,6 +129,8 @@ def _sums(now: Snapshot) -> list[list[str]]:
     if now.attempts and list(now.attempts) != ["1"]:
         tries = ", ".join(f"{count:,} in attempt {attempt}" for attempt, count in now.attempts.items())
         rows.append(["attempts", tries + (f"; {now.deaths:,} deaths of workers over them" if now.deaths else "")])
+    if evaluated := evaluation(now):
+        rows.append(["eval", evaluated])
     if now.open_rollouts:
         rows.append(["rollouts", f"{now.open_rollouts:,} open"])
     rows.append(["credit", f"{credit(now.credit)} in use"])

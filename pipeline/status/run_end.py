@@ -42,13 +42,20 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
 
     schema_version: int = 1
     at: float  # Unix s; of a killed one, when its processes last wrote
-    state: Literal["complete", "stopped", "interrupted", "failed", "killed"]  # stopped: at trainer.max_versions
+    state: Literal[
+        "complete", "stopped", "interrupted", "failed", "killed"
+    ]  # stopped: at trainer.max_versions, or by evaluations
     exit_code: int = 0
-    cause: str = ""  # of a failure: what the command said
+    cause: str = ""  # of a failure: what the command said; of a stop: what the evaluations said
     kind: str = ""  # its class
     process: str = ""  # the process that it was, if it was one; its log is logs/<process>.log
     command: str = ""  # continues the run, as one types it
     directory: str = ""  # where it was typed
+
+    @property
+    def is_by_evaluations(self) -> bool:
+        """Whether `eval.patience` ended it."""
+        return self.state == "stopped" and self.cause != ""
 
     @property
     def is_halt(self) -> bool:

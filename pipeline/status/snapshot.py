@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.roles import ONLOOKERS
+from sluice.pipeline.status.evaluation import Evaluation, read_evaluation
 from sluice.pipeline.status.heartbeat import ALIVE_S, FORGET_S, Heartbeat, read_row
 from sluice.pipeline.status.run_end import RunEnd
 from sluice.pipeline.wire.codec import LEAST, Unreadable, integer, read_json
@@ -121,6 +122,7 @@ class BrokerUse(msgspec.Struct, frozen=True, kw_only=True):
 
 StallKind = Literal[
     "no_process", "no_producer", "no_worker", "no_consumer", "no_trainer", "no_scorer", "no_gateway",
+    "no_evaluator",
     "old_versions", "credit_exhausted", "trainer_dead", "consumer_lag", "broker_full", "guard_refused",
     "process_failed", "run_failed", "runs_alone", "unreadable",
 ]  # fmt: skip
@@ -171,9 +173,11 @@ class Snapshot(msgspec.Struct, kw_only=True):
     stepped: int = 0  # in steps of the trainer that no checkpoint holds yet
     dead: int = 0
     dropped: int = 0
+    evaluated: int = 0  # sequences of held-out prompts; not in enqueued
     tokens: int = 0
     redelivered_jobs: int = 0
     queued_jobs: int = 0
+    evaluating_jobs: int = 0  # of these
     open_rollouts: int = 0
     waiting_batches: int = 0
     latest_version: int | None = None
@@ -185,6 +189,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     credit: CreditUse = CreditUse()
     reasons: dict[str, int] = {}
     metrics: dict[str, float] = {}
+    evaluation: Evaluation = Evaluation()
     processes: list[Process] = []
     unreadable: list[str] = []  # skipped entries: key, entry, and why
     # Set by an inspection only:
@@ -201,7 +206,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether its supervisor was interrupted, or ended at trainer.max_versions."""
+        """Whether its supervisor was interrupted, or ended at trainer.max_versions or by evaluations."""
         return self.end is not None and self.end.state in ("interrupted", "stopped")
 
     @property
@@ -240,7 +245,7 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
     pipe: Any = client.pipeline(transaction=False)
     for key in (keys.counts, keys.source, keys.processes):
         pipe.hgetall(key)
-    for key in (keys.latest, keys.state, keys.metrics):
+    for key in (keys.latest, keys.state, keys.metrics, keys.evaluation):
         pipe.get(key)
     pipe.zcard(keys.jobs)
     pipe.zcard(keys.rollouts)
@@ -248,18 +253,29 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
     pipe.xlen(keys.dead)
     pipe.time()
     answers = cast("list[Any]", await pipe.execute(raise_on_error=False))
-    names = [keys.counts, keys.source, keys.processes, keys.latest, keys.state, keys.metrics]
+    names = [keys.counts, keys.source, keys.processes, keys.latest, keys.state, keys.metrics, keys.evaluation]
     names += [keys.jobs, keys.rollouts, keys.batches, keys.dead, "TIME"]
     read = Reading()
     found = list(map(read.answer, names, answers))
-    counts, source, processes, latest, state, metrics, *sizes, (seconds, micros) = found
+    counts, source, processes, latest, state, metrics, evaluation, *sizes, (seconds, micros) = found
     jobs, rollouts, batches, dead = (int(size or 0) for size in sizes)
     counts, source = cast("dict[bytes, bytes]", counts or {}), cast("dict[bytes, bytes]", source or {})
     number = read.numbers(keys.counts, {name: raw for name, raw in counts.items() if b"last:" not in name})
     held = read.numbers(keys.source, {name: source[name] for name in _SOURCE_NUMBERS if name in source})
     sound = not read.skipped  # otherwise it's unknown whether the run is over
     version = read.numbers(keys.latest, {b"latest": latest} if latest is not None else {}).get("latest")
-    sequences = ("enqueued", "committed", "accepted", "trained", "stepped", "dead", "dropped", "tokens", "replayed")
+    sequences = (
+        "enqueued",
+        "committed",
+        "accepted",
+        "trained",
+        "stepped",
+        "dead",
+        "dropped",
+        "evaluated",
+        "tokens",
+        "replayed",
+    )
     counted: dict[str, Any] = {name: number.get(name, 0) for name in sequences}
     at = seconds + micros / 1e6
     return Snapshot(
@@ -269,6 +285,7 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
         **counted,
         redelivered_jobs=number.get("redelivered", 0),
         queued_jobs=jobs,
+        evaluating_jobs=number.get("evaluating", 0),
         open_rollouts=rollouts,
         waiting_batches=batches,
         dead_letters=dead,
@@ -278,6 +295,7 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
         malformed_rows=held.get("malformed", 0),
         reasons={key: value for key, value in number.items() if ":" in key},
         metrics=read.metrics(keys.metrics, metrics),
+        evaluation=read.evaluation(keys.evaluation, evaluation),
         processes=read.processes(keys.processes, processes or {}, at),
         credit=_credit(number, held),
         unreadable=read.skipped,
@@ -317,6 +335,13 @@ class Reading:
             self.skip(key, "", error)
             return {}
         return {name: value for name, value in found.items() if isinstance(value, int | float)}
+
+    def evaluation(self, key: str, raw: bytes | None) -> Evaluation:
+        try:
+            return read_evaluation(raw)
+        except MessageError as error:
+            self.skip(key, "", error)
+            return Evaluation()
 
     def processes(self, key: str, table: dict[bytes, bytes], now: float) -> list[Process]:
         """By name; those that died long ago are left out."""

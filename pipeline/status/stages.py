@@ -15,7 +15,17 @@ from sluice.pipeline.status.rates import Rates
 from sluice.pipeline.status.snapshot import Lag, Process, Snapshot, Stall, StallKind
 
 StageName = Literal[
-    "producer", "gateway", "queue", "worker", "results", "consumer", "batches", "trainer", "weights", "scorer"
+    "producer",
+    "gateway",
+    "queue",
+    "worker",
+    "results",
+    "consumer",
+    "batches",
+    "trainer",
+    "weights",
+    "scorer",
+    "evaluator",
 ]
 StageState = Literal["working", "waiting", "stalled", "done", "off"]
 # Stalls per storage stage: those of the roles that should empty it, or that hold the newest items.

@@ -64,6 +64,8 @@ def work_for(now: Snapshot, role: RoleName) -> tuple[Source | Literal["sequences
             return source, now.waiting_batches
         case "results" | "score_jobs":
             return source, sum(lag.entries for lag in _lags(now, role))
+        case "versions":
+            return source, int(now.evaluation.running is not None)
         case "requests":
             return source, 0
 

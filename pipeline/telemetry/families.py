@@ -173,7 +173,7 @@ _RUN = [
 FAMILIES: dict[str, Family] = {f.name: f for f in (*_PROCESS, *_GATEWAY, *_ROLLOUT_SERVER, *_RUN)}
 """Every metric by its name."""
 
-SEQUENCE_STATES = ("enqueued", "committed", "accepted", "trained", "dead", "dropped", "replayed")
+SEQUENCE_STATES = ("enqueued", "committed", "accepted", "trained", "dead", "dropped", "evaluated", "replayed")
 JOB_STATES = ("ready", "running", "deferred", "alone")
 PROCESS_STATES = ("alive", "failed", "dead")
 

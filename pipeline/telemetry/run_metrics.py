@@ -36,7 +36,8 @@ def run_metrics(now: Snapshot) -> Iterator[Metric]:
     yield read("sluice_run_processes", _processes(now.processes))
     present = {stall.kind for stall in now.stalls if stall.blocks}
     yield read("sluice_run_stalls", [((kind,), float(kind in present)) for kind in get_args(StallKind)])
-    yield read("sluice_train_metric", [((key,), value) for key, value in sorted(now.metrics.items())])
+    shown = {**now.metrics, **now.evaluation.values}
+    yield read("sluice_train_metric", [((key,), value) for key, value in sorted(shown.items())])
 
 
 def targets(now: Snapshot) -> list[dict[str, Any]]:

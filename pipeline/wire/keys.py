@@ -20,8 +20,8 @@ SCORE_GROUP = "scorers"
 _TYPES = {
     "zset": ("jobs", "leases", "alone", "alone:turns", "rollouts", "aborts"),
     "hash": ("counts", "versions", "source", "processes"),
-    "stream": ("results", "batches", "dlq", "dropped", "score:jobs"),
-    "string": ("latest", "metrics", "owner", "state", "watch", "sweep", "contract", "incarnation"),
+    "stream": ("results", "batches", "dlq", "dropped", "score:jobs", "evaluated"),
+    "string": ("latest", "metrics", "owner", "state", "watch", "sweep", "contract", "incarnation", "evaluation"),
     "list": ("wake", "score:answers"),
 }
 
@@ -67,13 +67,18 @@ class Keys:
         self.sweep = f"{self.prefix}sweep"
         self.aborts = f"{self.prefix}aborts"  # zset, on a cluster: in place of ARQ_ABORT
         self.progress = f"{self.prefix}progress:"  # + job id + : + index → pieces of a running sequence
-        # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, dead:<reason>, …; also bytes (in
-        # flight), tokens, called, replied, redelivered, replays, places (numbers given out), last:<stream>
+        # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, evaluated, dead:<reason>, …; also
+        # bytes (in flight), tokens, called, replied, evaluating (jobs in the queue), redelivered, replays, places
+        # (numbers given out), last:<stream>
         self.counts = f"{self.prefix}counts"
         self.results = f"{self.prefix}results:"  # + partition → stream
         self.batches = f"{self.prefix}batches"  # stream
         self.dead = f"{self.prefix}dlq"  # stream: one row per dead sequence, with the job's payload on its first
         self.dropped = f"{self.prefix}dropped"  # stream of the newest dropped sequences' letters
+        self.evaluated = (
+            f"{self.prefix}evaluated"  # stream: ended sequences of an evaluation, until the evaluator reads them
+        )
+        self.evaluation = f"{self.prefix}evaluation"  # string: JSON, how far the evaluation of versions is
         self.versions = f"{self.prefix}versions"  # hash: version → WeightVersion
         self.latest = f"{self.prefix}latest"  # string: newest version
         self.source = f"{self.prefix}source"  # hash: cursor, total, malformed, exhausted
@@ -92,7 +97,7 @@ class Keys:
         self.owner = f"{self.prefix}owner:"
         self.contract = f"{self.prefix}contract"  # string: JSON, what all processes of the run agree on
         self.incarnation = f"{self.prefix}incarnation"  # string: made with the first data, and again when they are gone
-        self.state = f"{self.prefix}state"  # string: running | finished
+        self.state = f"{self.prefix}state"  # string: how the trainer ended: finished | stopped (data are left)
 
     def result_stream(self, group_id: str, partitions: int) -> str:
         """Members of a group always meet in one partition."""

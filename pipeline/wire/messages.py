@@ -25,6 +25,8 @@ MAX_DEADLINE_S = 1e9
 _COLDEST = 1e-5  # a lower one is greedy in effect, and the lowest make logits / temperature overflow
 MAX_GROUP = 65_536  # sequences of one prompt
 MOST_VERSION = 2**31 - 1  # of the weights
+EVALUATION = "evaluation"  # the mailbox of the run's evaluator
+VERSION_GONE = "version_gone"  # why a pinned job ended: its version can't be loaded any more
 
 FinishReason = Literal["stop", "length", "repeat_terminated", "deadline", "cancelled", "error"]
 CUT_SHORT: frozenset[FinishReason] = frozenset({"deadline", "cancelled", "error"})
@@ -95,6 +97,7 @@ class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
     deadline_s: float | None = None  # seconds after enqueue; None = no deadline
     min_weight_version: int = 0
     max_weight_version: int | None = None
+    pinned_version: int | None = None  # decoded wholly under this one: a worker loads it, and keeps it until the end
     rollout_id: str | None = None  # agent rollouts only
     turn: int | None = None  # of the rollout, from 0
     reply_to: str | None = None  # the asking caller's mailbox: results go there, never into the training stream

@@ -71,6 +71,7 @@ STAYS = {
     "train": "trainer",
     "worker": "worker",
     "score": "scorer",
+    "evaluate": "evaluator",
     "gateway": "gateway",
     "dashboard": "dashboard",
 }

@@ -84,6 +84,7 @@ class Workspace:
             for name, code in _FILE.findall(page.read_text()):
                 (self.directory / name).write_text(code)
         self._rows("prompts.jsonl", text_rows(6))
+        self._rows("held-out.jsonl", text_rows(2))
         self._rows("scenes.jsonl", detection_rows(16))
         ask = [{"role": "user", "content": "What is 37 * 46 + 12?"}]
         self._rows("sums.jsonl", [{"id": at, "messages": ask, "truth": "1714"} for at in range(400)])

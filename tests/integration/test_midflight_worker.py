@@ -247,3 +247,46 @@ async def test_a_worker_without_whole_weights_hands_its_jobs_back(
         await over(client, keys, 3)
     assert len(await results(client, keys)) == 3
     assert (await snapshot(client, keys)).dead == 0
+
+
+async def test_a_pinned_job_is_decoded_wholly_under_its_version_and_the_others_go_on(
+    config: Config, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    published = Published(client, keys, run_dir)
+    for version in (0, 1, 2):
+        await published.publish(version)
+    made = published.make(3)
+    names = [f"e{at}" for at in range(6)]
+    few = msgspec.structs.replace(config.worker, checkpoint_tokens=8)
+    async with engine(config) as backend, working(msgspec.structs.replace(config, worker=few), backend, "w"):
+        await eventually(functools.partial(is_at, backend, 2), "the newest weights")
+        await enqueue(client, keys, "long", sampling=LONG)  # it is running when the older version is asked for
+        for at, name in enumerate(names):
+            lengths = SamplingParams(max_new_tokens=60 + 9 * at, temperature=5.0)
+            await enqueue(client, keys, name, n=2, sampling=lengths, pinned_version=1, priority=5)
+        await enqueue(client, keys, "other", sampling=LONG, pinned_version=0, priority=4)
+        await over(client, keys, 3)
+        await published.publish(3, made)
+        await over(client, keys, 14)
+        await eventually(functools.partial(is_at, backend, 3), "the newest weights again")
+    found = await results(client, keys)
+    assert len(found) == 14
+    for name, result in found.items():
+        expected = {"l": None, "o": {0}, "e": {1}}[name[0]]
+        assert expected is None or set(result.versions) == expected, name
+        published.assert_right(result)
+
+
+async def test_a_pinned_job_whose_version_is_gone_ends_with_that_reason(
+    config: Config, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    published = Published(client, keys, run_dir)
+    for version in (0, 1):
+        await published.publish(version)
+    await client.hdel(keys.versions, "0")
+    async with worker_at_zero(config, "w"):
+        await enqueue(client, keys, "first")
+        await over(client, keys, 1)
+        await enqueue(client, keys, "gone", pinned_version=0)
+        await over(client, keys, 2)
+    assert (await snapshot(client, keys)).reasons == {"dead:version_gone": 1}

@@ -1,16 +1,17 @@
 -- Put a job into the queue: payload, state, place in the line.
 
 -- Returns the bytes it holds until it ends.
--- mailbox: '' = its results are trained on
+-- mailbox: '' = its results are trained on; EVALUATION: neither that nor counted against the credit
 local function admit(id, payload, n, score, at, expires, call, mailbox)
   redis.call('SET', payload_of .. id, payload)
-  local fields = { 'n', n, 'score', score, 'at', at, 'bytes', #payload }
+  local held = mailbox == EVALUATION and 0 or #payload
+  local fields = { 'n', n, 'score', score, 'at', at, 'bytes', held }
   if expires then fields[#fields + 1] = 'expires'; fields[#fields + 1] = expires end
   if call ~= '' then fields[#fields + 1] = 'call'; fields[#fields + 1] = call end
   if mailbox ~= '' then fields[#fields + 1] = 'reply'; fields[#fields + 1] = mailbox end
   redis.call('HSET', state_of .. id, unpack(fields))
   redis.call('ZADD', jobs, score, id)
-  return #payload
+  return held
 end
 
 -- whether it was enqueued before and is in progress or ended recently; nil for a new one

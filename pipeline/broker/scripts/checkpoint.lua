@@ -27,8 +27,10 @@ for i = FIRST + 1, #ARGV, 7 do
     elseif stored > far then -- it starts again
       redis.call('HSET', state, 'far:' .. index, stored)
     end
-    redis.call('HINCRBY', state, 'bytes', grown)
-    bytes = bytes + grown
+    if f[5] ~= EVALUATION then
+      redis.call('HINCRBY', state, 'bytes', grown)
+      bytes = bytes + grown
+    end
     if f[5] and ARGV[i + 6] ~= '' then tell(f[5], ARGV[i + 6]) end
     out[#out + 1] = 'ok'
   end

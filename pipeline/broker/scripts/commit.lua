@@ -1,11 +1,12 @@
 -- needs: names log finish reply acquit
 -- Publish finished sequences, each once, only for the attempt that holds the job; finish jobs that are complete.
--- If the job has a mailbox, they answer its caller instead.
+-- If the job has a mailbox, they answer its caller instead; those of an evaluation go to the evaluator, and count apart.
 -- ARGV owner then per sequence: id index attempt tokens result kept_ms
 -- kept_ms: '' for a sequence; else `result` is arq's result of a plain call, kept that long (see finish)
 -- Returns per sequence: ok | dup | fenced
 local owner, now = ARGV[FIRST], now_ms()
 local out, committed, called, replied, tokens, bytes = {}, 0, 0, 0, 0, 0
+local num_evaluated, over = 0, 0
 look_for_empty(alone, aborts)
 for i = FIRST + 1, #ARGV, 6 do
   local id, index, result = ARGV[i], ARGV[i + 1], ARGV[i + 4]
@@ -23,7 +24,11 @@ for i = FIRST + 1, #ARGV, 6 do
     called, bytes = called + n, bytes - tonumber(f[6])
     out[#out + 1] = 'ok'
   else
-    if f[9] then
+    local is_evaluated = f[9] == EVALUATION
+    if is_evaluated then
+      evaluate(id, index, 'r', result)
+      num_evaluated = num_evaluated + 1
+    elseif f[9] then
       reply(f[9], id, index, result)
       replied = replied + 1
     else
@@ -36,14 +41,17 @@ for i = FIRST + 1, #ARGV, 6 do
     if ndone >= n then
       finish(id, n, f[8], answer(id, nil, tonumber(f[2]), f[7], now, true, { committed = n }))
       bytes = bytes - tonumber(f[6])
+      if is_evaluated then over = over + 1 end
     else
       redis.call('HSET', state, 'd:' .. index, 1, 'ndone', ndone, 'moved', f[2]) -- see blame.lua
       if f[8] then
         local key = progress_of .. id .. ':' .. index
         local freed = redis.call('STRLEN', key)
         redis.call('DEL', key)
-        redis.call('HINCRBY', state, 'bytes', -freed)
-        bytes = bytes - freed
+        if not is_evaluated then
+          redis.call('HINCRBY', state, 'bytes', -freed)
+          bytes = bytes - freed
+        end
       end
     end
     out[#out + 1] = 'ok'
@@ -52,6 +60,8 @@ end
 count('committed', committed)
 count('called', called)
 count('replied', replied)
+count('evaluated', num_evaluated)
+count('evaluating', -over)
 count('enqueued', -called - replied) -- neither is trained on
 count('tokens', tokens)
 count('bytes', bytes)

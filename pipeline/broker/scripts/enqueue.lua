@@ -12,7 +12,7 @@ if stored then return { 'rewound', stored } end
 local credit = credit_of(counts, tonumber(ARGV[FIRST]), tonumber(ARGV[FIRST + 1]), tonumber(ARGV[FIRST + 2]),
   tonumber(ARGV[FIRST + 3]))
 local now, total = now_ms(), (#ARGV - FIRST - 4) / PER_JOB
-local out, full, cursor = {}, false, ''
+local out, full, cursor, evaluating = {}, false, '', 0
 come_due(jobs, now) -- jobs that came earlier go first
 for k = 1, total do
   local i = FIRST + 5 + (k - 1) * PER_JOB
@@ -25,7 +25,12 @@ for k = 1, total do
     local defer, deadline = tonumber(ARGV[i + 4]), tonumber(ARGV[i + 5])
     local score = defer > 0 and now + defer or place(tonumber(ARGV[i + 3]))
     local expires = deadline > 0 and now + deadline or nil
-    take_credit(credit, n, admit(id, payload, n, score, math.floor(now), expires, ARGV[i + 7], ARGV[i + 8]))
+    local held = admit(id, payload, n, score, math.floor(now), expires, ARGV[i + 7], ARGV[i + 8])
+    if ARGV[i + 8] == EVALUATION then
+      evaluating = evaluating + 1
+    else
+      take_credit(credit, n, held)
+    end
     outcome = 'enqueued'
   elseif outcome == 'duplicate' and ARGV[i + 8] ~= '' and redis.call('HEXISTS', state_of .. id, 'reply') == 1 then
     redis.call('HSET', state_of .. id, 'reply', ARGV[i + 8]) -- the latest caller is still waiting
@@ -35,6 +40,7 @@ for k = 1, total do
 end
 count('enqueued', credit.added)
 count('bytes', credit.added_bytes)
+count('evaluating', evaluating)
 if cursor ~= '' then redis.call('HSET', source, 'cursor', cursor) end
-if credit.added > 0 then ring() end
+if credit.added + evaluating > 0 then ring() end
 return out

@@ -43,6 +43,7 @@ class JobNames(Names, frozen=True, kw_only=True):
     leases: str
     watch: str
     sweep: str
+    evaluated: str
     prefixes: JobPrefixes
 
     def keys(self) -> list[str]:

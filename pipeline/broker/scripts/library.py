@@ -16,12 +16,14 @@ from redis.exceptions import NoScriptError, ResponseError
 from sluice.pipeline.broker.retry import may_pass
 from sluice.pipeline.errors import BrokerError, BrokerRefused
 from sluice.pipeline.wire.keys import type_of
-from sluice.pipeline.wire.messages import MOST_VERSION
+from sluice.pipeline.wire.messages import EVALUATION, MOST_VERSION
 
 A = TypeVar("A")
 FAR_MS = 4_000_000_000_000  # in the year 2096: the score of a suspect; its place is kept in the queue of suspects
 DROPPED_KEPT = 10_000  # letters of dropped sequences
-_SHARED = {"FAR_MS": FAR_MS, "DROPPED_KEPT": DROPPED_KEPT, "MOST_VERSION": MOST_VERSION}
+_SHARED = {
+    "FAR_MS": FAR_MS, "DROPPED_KEPT": DROPPED_KEPT, "MOST_VERSION": MOST_VERSION, "EVALUATION": f"'{EVALUATION}'",
+}  # fmt: skip
 _NEEDS = "-- needs:"
 
 

@@ -11,6 +11,11 @@ local function tell(mailbox, word)
   redis.call('PEXPIRE', list, REPLY_KEPT_MS)
 end
 
+-- One sequence of an evaluation ended. kind: r(esult) or d(ead letter)
+local function evaluate(id, index, kind, answer)
+  redis.call('XADD', evaluated, '*', kind, answer, 'g', id, 'i', index)
+end
+
 local function reply(mailbox, id, index, answer)
   local name = id .. ':' .. index
   redis.call('SET', replies_of .. name, answer, 'PX', REPLY_KEPT_MS)

@@ -16,7 +16,12 @@ for i = FIRST + 1, #ARGV, 7 do
       if call == '' then redis.call('HDEL', state, 'call') end
       if ARGV[i + 6] ~= '' then redis.call('HSET', state, 'reply', ARGV[i + 6]) end
       if deadline > 0 then redis.call('HSET', state, 'expires', at + deadline) end
-      count('enqueued', n - 1)
+      if ARGV[i + 6] == EVALUATION then
+        count('enqueued', -1)
+        count('evaluating', 1)
+      else
+        count('enqueued', n - 1)
+      end
     end
     out[#out + 1] = 'ok'
     if deadline > 0 and now > at + deadline then

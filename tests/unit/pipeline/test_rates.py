@@ -93,7 +93,7 @@ def test_every_stage_has_a_sentence_whatever_the_state() -> None:
     ]
     for now in states:
         found = told(now)
-        assert len(found) == 10
+        assert len(found) == 11
         assert all(stage.says and stage.count for stage in found.values())
 
 

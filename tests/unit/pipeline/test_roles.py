@@ -52,6 +52,7 @@ def test_a_whole_run_starts_processes_of_known_roles() -> None:
         "scorer.count=1",
         "policy.enabled=true",
         "producer.group_size=2",
+        "eval.data=held-out.jsonl",
     )
     found = plan(load_config(None, counts), Path("x.yaml"))
     assert {name.rstrip("-0123456789") for name in found} == set(ROLES)
@@ -64,4 +65,4 @@ def test_a_whole_run_starts_processes_of_known_roles() -> None:
 def test_the_stages_of_roles_are_those_of_the_table() -> None:
     stages = get_args(StageName)
     assert {name for name in stages if name in ROLES} == set(PARTICIPANTS)
-    assert [name for name in stages if is_optional(name)] == ["gateway", "scorer"]
+    assert [name for name in stages if is_optional(name)] == ["gateway", "scorer", "evaluator"]

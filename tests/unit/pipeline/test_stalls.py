@@ -11,6 +11,7 @@ import pytest
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.status.descriptions import StallText, condition, headline, stall_text, verdict_text
 from sluice.pipeline.status.diagnosis import Why, verdict
+from sluice.pipeline.status.evaluation import Evaluation
 from sluice.pipeline.status.heartbeat import Heartbeat, read_row
 from sluice.pipeline.status.rates import Rates
 from sluice.pipeline.status.report import why_json, why_text
@@ -83,6 +84,7 @@ def test_a_run_that_goes_on_is_over_or_never_began_has_none() -> None:
             "1 score job waits",
         ),
         ("gateway", "no_gateway", {"open_rollouts": 2}, "2 rollouts wait"),
+        ("evaluator", "no_evaluator", {"evaluation": Evaluation(running=3)}, "1 evaluation waits"),
     ],
 )
 def test_a_role_with_work_that_nobody_plays(role: str, kind: str, work: dict[str, Any], what: str) -> None:

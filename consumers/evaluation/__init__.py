@@ -1,0 +1,11 @@
+"""Evaluation: held-out prompts, decoded by the run's own workers under one version as a whole, and never trained.
+
+    published versions ─▶ Evaluator ─▶ decode jobs, pinned to v ─▶ workers ─▶ stream `evaluated`
+                                                                                 │
+    evals.jsonl, trackers, status ◀─ summary of v ◀─ evaluations/v000012.jsonl ◀─┘ rewards · parse · match
+
+- evaluator.py   the role: which version is due, its jobs, its answers, its end
+- answers.py     the file of one evaluation, a line per sequence: what a killed evaluator goes on from
+- results.py     evals.jsonl, the best version, and when to stop
+- statistics.py  pass@k and confidence intervals
+"""

@@ -1,0 +1,173 @@
+"""The answers of one evaluation: a file with a line per sequence, durable before the broker forgets the sequence.
+
+- The first line names the questions. If these change (other data, sampling, n), the evaluation starts over.
+- A torn last line is cut: the broker still has that sequence.
+- A sequence that is there twice counts once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sluice.consumers.evaluation.statistics import interval, pass_at_k
+from sluice.pipeline.config.types import EvalConfig
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.files import fsync_directory, write_atomic
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.telemetry import training_metrics
+from sluice.pipeline.wire.codec import numbered, read_json
+
+FOLDER = "evaluations"
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence; `failed` is why it says nothing about the model, and then the rest is empty."""
+
+    row: int  # place of its prompt among the held-out ones
+    index: int  # among the prompt's answers
+    text: str = ""
+    finish_reason: str = ""
+    num_tokens: int = 0
+    reward: float | None = None
+    metrics: dict[str, float] = {}  # as of a sample: pipeline/telemetry/training_metrics.py
+    failed: str = ""
+
+
+class _Head(msgspec.Struct, frozen=True):
+    version: int
+    questions: str
+
+
+class Answers:
+    """Those of one version. Blocking."""
+
+    def __init__(self, folder: Path, version: int, questions: str) -> None:
+        """Read what is there. `questions`: digest of what is asked."""
+        self.path = folder / f"v{version:06d}.jsonl"
+        self.found: dict[tuple[int, int], Answer] = {}  # by row and index
+        head = _Head(version, questions)
+        if not self._read(head):
+            write_atomic(self.path, msgspec.json.encode(head) + b"\n")
+            fsync_directory(folder)
+
+    def add(self, answers: Iterable[Answer]) -> None:
+        """Append the new ones, durably."""
+        new = {(one.row, one.index): one for one in answers if (one.row, one.index) not in self.found}
+        if not new:
+            return
+        with self.path.open("ab") as stream:
+            stream.write(b"".join(msgspec.json.encode(one) + b"\n" for one in new.values()))
+            stream.flush()
+            os.fsync(stream.fileno())
+        self.found |= new
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def _read(self, head: _Head) -> bool:
+        """False if there is nothing to go on from."""
+        if not self.path.exists():
+            return False
+        raw = self.path.read_bytes()
+        whole = raw[: raw.rfind(b"\n") + 1]
+        first, *lines = whole.splitlines() or [b""]
+        try:
+            if read_json(first, _Head, "the first line") != head:
+                get_logger().warning("the evaluation starts over: its questions have changed", file=str(self.path))
+                return False
+        except MessageError as error:
+            get_logger().warning("the evaluation starts over", file=str(self.path), problem=str(error))
+            return False
+        for number, line in enumerate(lines, 2):
+            try:
+                one = read_json(line, Answer, "it")
+            except MessageError as error:
+                get_logger().warning("skipping an unreadable line", where=f"{self.path}:{number}", problem=str(error))
+                continue
+            self.found.setdefault((one.row, one.index), one)
+        if len(whole) < len(raw):
+            os.truncate(self.path, len(whole))
+        return True
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """Of one evaluation, by row and index; unreadable lines are left out."""
+    found: dict[tuple[int, int], Answer] = {}
+    for line in path.read_bytes().splitlines()[1:]:
+        try:
+            one = read_json(line, Answer, "it")
+        except MessageError:  # it is being written
+            continue
+        found.setdefault((one.row, one.index), one)
+    return [found[place] for place in sorted(found)]
+
+
+def evaluations(folder: Path) -> list[tuple[int, Path]]:
+    """The files by version, oldest first."""
+    found = ((numbered(path.stem, "v"), path) for path in folder.glob("v*.jsonl"))
+    return sorted((number, path) for number, path in found if number is not None)
+
+
+def prune(folder: Path, keep: int | None, but: int) -> None:
+    """Delete all but the newest `keep` files (None = all stay); that of version `but` stays."""
+    if keep is None:
+        return
+    for version, path in evaluations(folder)[: -keep or None]:
+        if version != but:
+            path.unlink(missing_ok=True)
+
+
+def summary(answers: Sequence[Answer], options: EvalConfig, seed: int) -> dict[str, float]:
+    """The `eval/` metrics of one version, without the values that no answer has.
+
+    A prompt with fewer than k answers left is not in pass@k; answers that failed are counted, and in nothing else.
+    """
+    whole = [one for one in answers if not one.failed]
+    found: dict[str, float] = {}
+    rewards = _by_prompt(whole, {(one.row, one.index): one.reward for one in whole if one.reward is not None})
+    for k in options.k:
+        enough = [given for given in rewards if len(given) >= k]
+        right = [sum(reward > options.pass_above for reward in given) for given in enough]
+        values = [pass_at_k(len(given), count, k) for given, count in zip(enough, right, strict=True)]
+        found |= _with_interval(f"pass@{k}", values, seed)
+    found |= _with_interval("reward_mean", [_mean(given) for given in rewards], seed)
+    parts = sorted({name for one in whole for name in training_metrics.reward_parts(one.metrics)})
+    for name in parts:
+        key = f"{training_metrics.PARTS}{name}"
+        scored = {(one.row, one.index): one.metrics[key] for one in whole if key in one.metrics}
+        found |= _with_interval(key, [_mean(given) for given in _by_prompt(whole, scored)], seed)
+    # `eval/` replaces `rollout/`: the same numbers, of other prompts.
+    task = training_metrics.reduce([one.metrics for one in whole])
+    found = {key.removeprefix("rollout/"): value for key, value in task.items()} | found
+    counts = {
+        "prompts": len({one.row for one in whole}),
+        "sequences": len(whole),
+        "failed": len(answers) - len(whole),
+        "truncated_rate": _mean([float(one.finish_reason == "length") for one in whole]),
+    }
+    return {f"eval/{key}": float(value) for key, value in {**found, **counts}.items()}
+
+
+def _by_prompt(answers: Sequence[Answer], values: dict[tuple[int, int], float]) -> list[list[float]]:
+    """The values of each prompt that has some."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for one in answers:
+        if (one.row, one.index) in values:
+            found[one.row].append(values[one.row, one.index])
+    return list(found.values())
+
+
+def _with_interval(name: str, values: Sequence[float], seed: int) -> dict[str, float]:
+    if not values:
+        return {}
+    mean, low, high = interval(values, seed)
+    return {name: mean, f"{name}_low": low, f"{name}_high": high}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
