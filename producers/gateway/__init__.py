@@ -5,6 +5,7 @@ POST /v1/chat/completions ─ requests ─▶ chat ─ turns ─▶ DecodeJob �
                                          │                                         │
                                          └──────── Rollouts (Redis) ◀── add(turn) ─┘
 POST /v1/rollout/{id}/finish ─▶ trajectory ─▶ Rollouts.publish ─▶ result stream
+POST /v1/completions, /inference/v1/generate ─ token_requests ─▶ chat ─▶ … ─▶ token_answers
 POST /infer/ {infer_requests, request_config} ─▶ infer ─▶ [Envelope]
 ```
 
@@ -16,6 +17,8 @@ POST /infer/ {infer_requests, request_config} ─▶ infer ─▶ [Envelope]
 | refusals                | the errors                                                                   |
 | chat, infer, decoding   | a call from request to answer                                                |
 | turns, trajectory       | messages to turns, turns to training sequences                               |
+| token_routes            | the same without a chat: text or token ids, and the tokenizer                |
+| token_requests, _answers | their requests and answers                                                  |
 | tool_calls              | text to tool calls (pure)                                                    |
 | completion              | results in OpenAI's format, whole or as events                               |
 | metrics                 | counts and durations of requests                                             |

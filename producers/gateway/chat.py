@@ -1,4 +1,4 @@
-"""A chat call from request to answer: a plain one, or the next turn of a rollout.
+"""A call from request to answer: a plain one, or the next turn of a rollout, of messages or of tokens.
 
     request ─ plan_turn ─▶ DecodeJob(reply_to) ─ Decoding ─▶ deltas, result ─ Rollouts.add ─▶ Answer
 
@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
+from pydantic import BaseModel
 
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DeadlineExceeded
@@ -38,7 +39,9 @@ from sluice.producers.gateway.refusals import Refusal, closed, unknown
 from sluice.producers.gateway.requests import ChatRequest, alone_in_group
 from sluice.producers.gateway.tool_calls import Parsed, ToolParser, assistant_message, read_calls
 from sluice.producers.gateway.trajectory import known_token_ids, path_to
-from sluice.producers.gateway.turns import Plan, digest, plan_turn
+from sluice.producers.gateway.turns import Plan, digest, plan_tokens, plan_turn
+
+T = TypeVar("T")
 
 _RENDERERS = 4  # tokenizing releases the GIL
 
@@ -54,10 +57,10 @@ class Once:
     digest: str  # of the request
 
     @classmethod
-    def of(cls, key: str, request: ChatRequest) -> Once:
-        """Whether an answer is streamed makes no difference."""
-        sent = request.model_dump(mode="json", exclude={"stream", "stream_options"})
-        return cls(digest([key, request.count])[:24], digest(sent))
+    def of(cls, key: str, request: BaseModel, count: int, place: int = 0) -> Once:
+        """Whether an answer is streamed makes no difference. `place`: of the prompt, if there are several."""
+        sent = request.model_dump(mode="json", exclude={"stream", "stream_options", "request_id"})
+        return cls(digest([type(request).__name__, key, count, place])[:24], digest(sent))
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -71,8 +74,39 @@ class Once:
             raise Refusal(400, message, "Idempotency-Key", code="idempotency_error")
 
 
+class Asked(Protocol):
+    """The part of a request that is the same for messages and tokens."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def stream(self) -> bool | None: ...
+    @property
+    def rollout_id(self) -> str | None: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def parses_tools(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCall:
+    """A prompt of token ids."""
+
+    model: str
+    token_ids: list[int]
+    count: int = 1
+    stream: bool | None = False
+    rollout_id: str | None = None
+    parses_tools: bool = False
+
+
+PlanOf = Callable[[Sequence[Turn]], Awaitable[Plan]]
+"""Plans the next turn after these."""
+
+
 class Chat:
-    """Answers chat calls; `name` is this process's mailbox."""
+    """Answers calls with messages or tokens; `name` is this process's mailbox."""
 
     def __init__(
         self,
@@ -95,11 +129,15 @@ class Chat:
         """Stop rendering."""
         self._rendering.close()
 
+    def check_model(self, name: str) -> None:
+        """Raises Refusal (404)."""
+        known = ("default", self._config.gateway.model_name)
+        if name not in known:
+            raise Refusal(404, f"model {name!r:.80} is not served; it may be {' or '.join(known)}", "model")
+
     def check(self, request: ChatRequest) -> SamplingParams:
         """Check what is cheap to check. Raises Refusal."""
-        known = ("default", self._config.gateway.model_name)
-        if request.model not in known:
-            raise Refusal(404, f"model {request.model!r:.80} is not served; it may be {' or '.join(known)}", "model")
+        self.check_model(request.model)
         request.check()
         return request.sampling(self._config.sampling)
 
@@ -109,32 +147,44 @@ class Chat:
         """Tokens as they arrive, if the request streams, then the answer. Raises Refusal, SluiceError, RedisError."""
         until = time.monotonic() + self._config.gateway.request_timeout_s
         taken = await self._images.of_messages(request.plain_messages(), until)
+        plan = partial(self._plan, request, taken, sampling, until)
         if request.rollout_id is None:
-            flow = self._plain(request, taken, sampling, until, idempotency_key)
+            once = None if idempotency_key is None else Once.of(idempotency_key, request, request.count)
+            images = taken.refs
+            if images and not (request.tools or request.response_mask):  # workers apply the processor's own template
+                prompt: dict[str, Any] = {"messages": taken.messages, "images": images}
+            else:
+                planned = await plan([])
+                prompt = {"prompt_token_ids": TokenArray(planned.prompt_token_ids), "images": images}
+            await self._images.store(taken, until)
+            flow = self._plain(request, prompt, sampling, until, once)
         else:
-            flow = self._turn(request, request.rollout_id, taken, sampling, until)
+            flow = self._turn(request, request.rollout_id, plan, sampling, until, taken)
         async with aclosing(flow) as events:
             async for event in events:
                 if request.stream or isinstance(event, Answer):
                     yield event
 
-    async def _plain(
-        self,
-        request: ChatRequest,
-        taken: Taken,
-        sampling: SamplingParams,
-        until: float,
-        idempotency_key: str | None,
+    async def token_events(
+        self, call: TokenCall, sampling: SamplingParams, once: Once | None = None
     ) -> AsyncGenerator[TokenDelta | Answer]:
-        once = None if idempotency_key is None else Once.of(idempotency_key, request)
-        name = secrets.token_hex(12) if once is None else once.name
-        images = taken.refs
-        if images and not (request.tools or request.response_mask):  # workers apply the processor's own template
-            prompt: dict[str, Any] = {"messages": taken.messages, "images": images}
+        """The same for a prompt of token ids. Raises Refusal, SluiceError, RedisError."""
+        until = time.monotonic() + self._config.gateway.request_timeout_s
+        plan = partial(self._plan_tokens, call, sampling, until)
+        if call.rollout_id is None:
+            prompt = {"prompt_token_ids": TokenArray((await plan([])).prompt_token_ids)}
+            flow = self._plain(call, prompt, sampling, until, once)
         else:
-            plan = await self._plan([], request, taken, sampling, until)
-            prompt = {"prompt_token_ids": TokenArray(plan.prompt_token_ids), "images": images}
-        await self._images.store(taken, until)
+            flow = self._turn(call, call.rollout_id, plan, sampling, until)
+        async with aclosing(flow) as events:
+            async for event in events:
+                if call.stream or isinstance(event, Answer):
+                    yield event
+
+    async def _plain(
+        self, request: Asked, prompt: dict[str, Any], sampling: SamplingParams, until: float, once: Once | None
+    ) -> AsyncGenerator[TokenDelta | Answer]:
+        name = secrets.token_hex(12) if once is None else once.name
         metadata = {} if once is None else once.metadata
         job = self._job(request, f"chat-{name}", sampling, n=request.count, metadata=metadata, **prompt)
         results: list[SequenceResult] = []
@@ -154,23 +204,25 @@ class Chat:
 
     async def _turn(
         self,
-        request: ChatRequest,
+        request: Asked,
         rollout_id: str,
-        taken: Taken,
+        plan_of: PlanOf,
         sampling: SamplingParams,
         until: float,
+        taken: Taken | None = None,
     ) -> AsyncGenerator[TokenDelta | Answer]:
         rollout = await self._rollouts.load(rollout_id)
         if rollout is not None and rollout.state == "closed":
             raise closed(rollout_id)
         if rollout is not None and len(rollout.turns) >= MAX_TURNS:
             raise Refusal(400, f"the rollout has {len(rollout.turns)} turns, which is the limit; finish it")
-        plan = await self._plan(rollout.turns if rollout else [], request, taken, sampling, until)
-        await self._images.store(taken, until)
+        plan = await plan_of(rollout.turns if rollout else [])
+        if taken is not None:
+            await self._images.store(taken, until)
         if rollout is None:  # only now, so a refused call opens nothing
             rollout = await self._open(rollout_id)
             if rollout.turns:
-                plan = await self._plan(rollout.turns, request, taken, sampling, until)
+                plan = await plan_of(rollout.turns)
         if (stored := _place_of(rollout.turns, plan.key)) is not None:
             yield _answer(request, rollout.turns, stored, resynced=plan.added.resynced)
             return
@@ -227,12 +279,7 @@ class Chat:
         return (await self._load(rollout_id)).turns, place  # another call of this rollout was faster
 
     async def _plan(
-        self,
-        turns: Sequence[Turn],
-        request: ChatRequest,
-        taken: Taken,
-        sampling: SamplingParams,
-        until: float,
+        self, request: ChatRequest, taken: Taken, sampling: SamplingParams, until: float, turns: Sequence[Turn]
     ) -> Plan:
         """Plan the next turn. Raises Refusal, RequestError, ModelError."""
         plan = partial(
@@ -245,18 +292,28 @@ class Chat:
             response_mask=request.response_mask,
             images=taken.refs,
         )
+        return await self.beside(plan, until, "rendering the prompt")
+
+    async def _plan_tokens(
+        self, call: TokenCall, sampling: SamplingParams, until: float, turns: Sequence[Turn]
+    ) -> Plan:
+        """Raises Refusal, RequestError."""
+        plan = partial(plan_tokens, turns, call.token_ids, sampling=sampling, placeholders=self._renderer.placeholders)
+        return await self.beside(plan, until, "comparing the prompt with earlier turns")
+
+    async def beside(self, work: Callable[[], T], until: float, what: str) -> T:
+        """Run it off the event loop. Raises Refusal (504), and what it raises."""
         left = max(0.0, until - time.monotonic())
         try:
             async with asyncio.timeout(left):
-                return await self._rendering.run(plan, timeout_s=left, what="rendering the prompt")
+                return await self._rendering.run(work, timeout_s=left, what=what)
         except (TimeoutError, DeadlineExceeded) as error:
             limit_s = self._config.gateway.request_timeout_s
-            message = (
-                f"no answer within {limit_s:g} s (gateway.request_timeout_s): waited for the prompt to be rendered"
-            )
+            was = "the prompt to be rendered" if what.startswith("rendering") else what
+            message = f"no answer within {limit_s:g} s (gateway.request_timeout_s): waited for {was}"
             raise Refusal(504, message) from error
 
-    def _job(self, request: ChatRequest, name: str, sampling: SamplingParams, **fields: Any) -> DecodeJob:
+    def _job(self, request: Asked, name: str, sampling: SamplingParams, **fields: Any) -> DecodeJob:
         gateway = self._config.gateway
         return DecodeJob(
             run=self._config.run,
@@ -268,12 +325,12 @@ class Chat:
             **fields,
         )
 
-    def _message(self, request: ChatRequest, result: SequenceResult, key: str) -> Message:
+    def _message(self, request: Asked, result: SequenceResult, key: str) -> Message:
         parsed = read_calls(self.parser, result.text) if request.parses_tools else Parsed(result.text)
         return assistant_message(parsed, key)
 
 
-def _answer(request: ChatRequest, turns: Sequence[Turn], place: int, *, resynced: bool) -> Answer:
+def _answer(request: Asked, turns: Sequence[Turn], place: int, *, resynced: bool) -> Answer:
     turn = turns[place]
     prompt = known_token_ids(path_to(turns, turn.parent)) + list(turn.added_token_ids)
     result = msgspec.structs.replace(turn.result, prompt_token_ids=TokenArray(prompt))

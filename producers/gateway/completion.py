@@ -219,7 +219,7 @@ class ChatStream:
             if isinstance(one, Answer):
                 for chunk in self._end(one):
                     yield event(chunk)
-            elif text := self._texts[index := _index(one)].push(one.token_ids):
+            elif text := self._texts[index := place_of(one)].push(one.token_ids):
                 yield event(self._chunks.delta(index, content=text))
         yield DONE
 
@@ -238,7 +238,8 @@ def _content(message: Message) -> str:
     return message.get("content") or ""
 
 
-def _index(delta: TokenDelta) -> int:
+def place_of(delta: TokenDelta) -> int:
+    """The index of its sequence among the answers of a prompt."""
     return int(delta.seq_id.rpartition(":")[2])
 
 
@@ -251,8 +252,14 @@ class TextStream:
     - A token costs the same anywhere in the sequence: only tokens since the last whole character are decoded again.
     """
 
-    def __init__(self, decode: DecodeText, stop: Sequence[str] = (), marker: str | None = None) -> None:
-        """`decode` omits special tokens. Nothing is shown from `marker` on; with "", nothing before the end."""
+    def __init__(
+        self, decode: DecodeText, stop: Sequence[str] = (), marker: str | None = None, *, strip: bool = True
+    ) -> None:
+        """`decode` omits special tokens. Nothing is shown from `marker` on; with "", nothing before the end.
+
+        `strip`: the final text is without white space at its ends.
+        """
+        self._strip = strip
         self._characters, self._stop, self._marker = _Characters(decode), tuple(filter(None, stop)), marker
         self._sent = ""
         self._text = ""
@@ -261,14 +268,15 @@ class TextStream:
         """The text that may be shown now."""
         for token in token_ids:
             self._text += self._characters.push(token)
-        return self._show(_cut(self._text, self._stop, self._marker).lstrip()) if self._marker != "" else ""
+        shown = _cut(self._text, self._stop, self._marker)
+        return self._show(shown.lstrip() if self._strip else shown) if self._marker != "" else ""
 
     def finish(self, text: str) -> str:
         """The missing rest of the final text; empty if that doesn't continue what was shown."""
         return text[len(self._sent) :] if text.startswith(self._sent) else ""
 
     def _show(self, visible: str) -> str:
-        more = visible.rstrip()[len(self._sent) :]
+        more = (visible.rstrip() if self._strip else visible)[len(self._sent) :]
         self._sent += more
         return more
 

@@ -136,6 +136,54 @@ CHAT: Mapping[str, Rule] = {
     "web_search_options": Rule("nothing is searched"),
 }
 
+COMPLETION: Mapping[str, Rule] = {
+    **_OPENAI_STYLE,
+    "prompt_embeds": Rule("a prompt is text or token ids", ([],)),
+    "suffix": Rule("text is not inserted"),
+}
+
+SAMPLING: Mapping[str, Rule] = {
+    **_SAMPLING,
+    "detokenize": LABEL,  # the answer is token ids
+    "extra_args": Rule(_ENGINES_OWN.why, ({},)),
+    "flat_logprobs": LABEL,  # a form inside of vLLM
+    "include_stop_str_in_output": LABEL,  # of the text; token_ids has every token
+    "output_kind": LABEL,  # vLLM's server overwrites it too
+    "output_text_buffer_length": LABEL,
+    "prompt_logprob_start": _PROMPT_LOGPROBS,
+    "prompt_logprob_token_ids": _PROMPT_LOGPROBS,
+    "skip_clone": LABEL,
+    "skip_reading_prefix_cache": LABEL,
+    "skip_special_tokens": LABEL,  # of the text
+    "spaces_between_special_tokens": LABEL,  # of the text
+    "trace_decode_token_ids": _ENGINES_OWN,
+}
+"""Of `sampling_params` of a generate request."""
+
+GENERATE: Mapping[str, Rule] = {
+    "cache_salt": LABEL,
+    "content_parts": Rule("a prompt is token ids", ([],), "send images through /v1/chat/completions"),
+    "ec_transfer_params": _ENGINES_OWN,
+    "features": Rule("a prompt is token ids", instead="send images through /v1/chat/completions"),
+    "kv_transfer_params": _ENGINES_OWN,
+    "output_mode": Rule("the answer is token ids", ("tokens",), "use /v1/completions for text"),
+    "priority": _OPENAI_STYLE["priority"],
+    "reasoning_ended": Rule(_SHAPED.why),
+    "reasoning_parser_kwargs": Rule(_SHAPED.why),
+    "token_offsets": LABEL,  # of the text that the ids come from
+}
+
+TOKENIZE: Mapping[str, Rule] = {
+    name: CHAT[name]
+    for name in (
+        "chat_template",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+    )
+}
+
 STREAM: Mapping[str, Rule] = {
     "continuous_usage_stats": Rule("the counts come once, at the end", (False,)),
     "include_obfuscation": Rule("events are not padded", (False,)),

@@ -97,6 +97,91 @@ CHAT: dict[int | str, dict[str, Any]] = {
 }
 
 
+COMPLETION_EXAMPLES: dict[str, Example] = {
+    "text": {"summary": "A text.", "value": {"prompt": "15 times 23 is", "max_tokens": 8}},
+    "tokens": {
+        "summary": "Token ids, with those of the answer and their log-probabilities.",
+        "value": {"prompt": [11, 27, 30, 9], "max_tokens": 8, "logprobs": 0, "return_token_ids": True},
+    },
+}
+
+GENERATE_EXAMPLES: dict[str, Example] = {
+    "tokens": {
+        "summary": "Token ids and their log-probabilities.",
+        "value": {"token_ids": [11, 27, 30, 9], "sampling_params": {"max_tokens": 8, "logprobs": 1}},
+    },
+    "turn": {
+        "summary": "The second turn of a rollout: the first call's prompt, its answer, and more tokens.",
+        "value": {"rollout_id": "r-1", "token_ids": [11, 27, 30, 9, 45, 8, 12, 31]},
+    },
+}
+
+_OBJECT = {"type": "object"}
+
+
+def _answer_of(description: str, whole: dict[str, Any], events: str) -> dict[int | str, dict[str, Any]]:
+    streamed = {"schema": {"type": "string"}, "example": events}
+    content = {_JSON: {"schema": _OBJECT, "example": whole}, "text/event-stream": streamed}
+    return {200: {"description": description, "content": content}}
+
+
+COMPLETIONS = _answer_of(
+    "A choice for each answer of each prompt, in order. With `stream` it is sent as events, and `[DONE]`.",
+    {
+        "id": "cmpl-9f2c",
+        "object": "text_completion",
+        "created": 1795200000,
+        "model": "default",
+        "system_fingerprint": "v3",
+        "choices": [
+            {
+                "index": 0,
+                "text": " 345",
+                "logprobs": {
+                    "tokens": [" 345"],
+                    "token_logprobs": [-0.02],
+                    "top_logprobs": [{" 345": -0.02}],
+                    "text_offset": [0],
+                },
+                "finish_reason": "length",
+                "stop_reason": None,
+                "repeat_terminate_triggered": 0,
+                "prompt_token_ids": [11, 27, 30, 9],
+                "token_ids": [45],
+            }
+        ],
+        "usage": {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5},
+    },
+    'data: {"id":"cmpl-9f2c",…,"choices":[{"index":0,"text":" 345","finish_reason":null}]}\n\ndata: [DONE]\n',
+)
+
+_ENTRY = {"token": "token_id:45", "token_id": 45, "logprob": -0.02, "bytes": None, "rank": None}
+
+GENERATE = _answer_of(
+    "A choice for each answer. With `stream` it is sent as events with the new tokens of each, and `[DONE]`.",
+    {
+        "request_id": "9f2c",
+        "output_mode": "tokens",
+        "model": "default",
+        "created": 1795200000,
+        "choices": [
+            {
+                "index": 0,
+                "token_ids": [45],
+                "logprobs": {"content": [{**_ENTRY, "top_logprobs": [_ENTRY]}]},
+                "weight_versions": [{"version": "3", "start": 0, "end": 1}],
+                "finish_reason": "length",
+                "stop_reason": None,
+                "repeat_terminate_triggered": 0,
+            }
+        ],
+        "usage": {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5},
+        "prompt_logprobs": None,
+    },
+    'data: {"request_id":"9f2c",…,"choices":[{"index":0,"token_ids":[45],…}]}\n\ndata: [DONE]\n',
+)
+
+
 def _written_out(struct: type) -> dict[str, Any]:
     _, components = msgspec.json.schema_components([struct], ref_template="#/{name}")
     return components[struct.__name__]

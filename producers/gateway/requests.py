@@ -39,7 +39,59 @@ class StreamOptions(ListedSchema):
     include_usage: bool = Field(default=False, description="Send one more event before the end, with the token counts.")
 
 
-class ChatRequest(ListedSchema, CompletionsRequest):
+class SamplingOptions(ListedSchema):
+    """How tokens are sampled, in the names of OpenAI and vLLM. Omitted or null fields use the run's settings."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy.")
+    top_p: float | None = Field(default=None, ge=0, le=1, description="1 is off.")
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31, description="-1 and 0 are off.")
+    repetition_penalty: float | None = Field(default=None, description="1 is off.")
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT, description="Tokens per answer.")
+    stop: str | Annotated[list[str], STOP] | None = Field(default=None, description="Texts that end the answer.")
+    stop_token_ids: Annotated[list[TokenId], STOP] | None = Field(
+        default=None, description="Tokens that end the answer."
+    )
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="The same seed gives the same tokens.")
+    n: int | None = Field(default=None, ge=1, le=MAX_GROUP, description="Number of answers; 1 with a `rollout_id`.")
+
+    @property
+    def count(self) -> int:
+        """The number of answers requested."""
+        return self.n or 1
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of an answer; None: the run's."""
+        return self.max_tokens
+
+    def check_rollout(self, rollout_id: str | None) -> None:
+        """Raises Refusal (400) for a turn that can't be one."""
+        if rollout_id is not None and self.count != 1:
+            raise Refusal(400, f"n is {self.n}; a rollout's turn has one answer, so remove it", "n")
+        if rollout_id is not None and not 1 <= len(rollout_id.strip()) <= MAX_ID_LENGTH:
+            raise Refusal(400, f"rollout_id must have 1..{MAX_ID_LENGTH} characters, not all blank", "rollout_id")
+
+    def sampling(self, default: SamplingParams) -> SamplingParams:
+        """These options over the run's. Raises Refusal (400) for a value out of range."""
+        given = {
+            "max_new_tokens": self.most_tokens,
+            "temperature": self.temperature,
+            "top_k": 1 if self.top_p == 0 else self.top_k,
+            "top_p": self.top_p or None,  # 0 means only the likeliest token
+            "repetition_penalty": self.repetition_penalty,
+            "stop": _strings(self.stop),
+            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+            "seed": self.seed,
+        }
+        try:
+            found = {key: value for key, value in given.items() if value is not None}
+            # The kept tokens wouldn't match a truncated prompt.
+            return msgspec.structs.replace(default, **found, truncate_prompt=False)
+        except ValueError as error:
+            raise Refusal(400, f"{error}; correct or remove it", str(error).partition(" ")[0]) from error
+
+
+class ChatRequest(SamplingOptions, CompletionsRequest):  # type: ignore[misc]
     """`POST /v1/chat/completions`. Omitted or null fields use the run's settings."""
 
     unserved = fields.CHAT
@@ -50,24 +102,9 @@ class ChatRequest(ListedSchema, CompletionsRequest):
         max_length=MAX_ID_LENGTH,
         description="Calls with the same id are the turns of one rollout, whose tokens become one training sequence.",
     )
-    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy.")  # type: ignore[assignment]
-    top_p: float | None = Field(default=None, ge=0, le=1, description="1 is off.")  # type: ignore[assignment]
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31, description="-1 and 0 are off.")
-    repetition_penalty: float | None = Field(default=None, description="1 is off.")
-    max_tokens: int | None = Field(  # type: ignore[assignment]
-        default=None, ge=1, le=MAX_TOKENS_LIMIT, description="Tokens per answer."
-    )
     max_completion_tokens: int | None = Field(
         default=None, ge=1, le=MAX_TOKENS_LIMIT, description="OpenAI's newer name for `max_tokens`; takes precedence."
     )
-    stop: str | Annotated[list[str], STOP] | None = Field(  # type: ignore[assignment]
-        default=None, description="Texts that end the answer."
-    )
-    stop_token_ids: Annotated[list[TokenId], STOP] | None = Field(
-        default=None, description="Tokens that end the answer."
-    )
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="The same seed gives the same tokens.")
-    n: int | None = Field(default=None, ge=1, le=MAX_GROUP, description="Number of answers; 1 with a `rollout_id`.")
     stream: bool | None = Field(default=None, description="Send the answer as server-sent events.")
     stream_options: StreamOptions | None = Field(default=None, description="Only with `stream`.")
     logprobs: bool | None = Field(  # type: ignore[assignment]
@@ -91,9 +128,9 @@ class ChatRequest(ListedSchema, CompletionsRequest):
         return messages
 
     @property
-    def count(self) -> int:
-        """The number of answers requested."""
-        return self.n or 1
+    def most_tokens(self) -> int | None:
+        """The newer name takes precedence."""
+        return self.max_completion_tokens or self.max_tokens
 
     @property
     def wants_usage(self) -> bool:
@@ -111,29 +148,7 @@ class ChatRequest(ListedSchema, CompletionsRequest):
         if self.stream_options is not None:
             self.stream_options.check_fields("stream_options.")
         fields.check_value(fields.TOOL_CHOICE, self.tool_choice, "tool_choice")
-        if self.rollout_id is not None and self.count != 1:
-            raise Refusal(400, f"n is {self.n}; a rollout's turn has one answer, so remove it", "n")
-        if self.rollout_id is not None and not 1 <= len(self.rollout_id.strip()) <= MAX_ID_LENGTH:
-            raise Refusal(400, f"rollout_id must have 1..{MAX_ID_LENGTH} characters, not all blank", "rollout_id")
-
-    def sampling(self, default: SamplingParams) -> SamplingParams:
-        """These options over the run's. Raises Refusal (400) for a value out of range."""
-        given = {
-            "max_new_tokens": self.max_completion_tokens or self.max_tokens,
-            "temperature": self.temperature,
-            "top_k": 1 if self.top_p == 0 else self.top_k,
-            "top_p": self.top_p or None,  # 0 means only the likeliest token
-            "repetition_penalty": self.repetition_penalty,
-            "stop": _strings(self.stop),
-            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
-            "seed": self.seed,
-        }
-        try:
-            found = {key: value for key, value in given.items() if value is not None}
-            # The kept tokens wouldn't match a truncated prompt.
-            return msgspec.structs.replace(default, **found, truncate_prompt=False)
-        except ValueError as error:
-            raise Refusal(400, f"{error}; correct or remove it", str(error).partition(" ")[0]) from error
+        self.check_rollout(self.rollout_id)
 
 
 RewardName = Annotated[str, StringConstraints(pattern=rf"^{REWARD_NAME}$")]

@@ -22,6 +22,7 @@ from sluice.producers.gateway.openapi import CHAT, CHAT_EXAMPLES, INFER, INFER_B
 from sluice.producers.gateway.refusals import Refusal, closed
 from sluice.producers.gateway.requests import ChatRequest, FinishRequest, OpenRequest
 from sluice.producers.gateway.service import Service, unless_gone
+from sluice.producers.gateway.token_requests import CompletionRequest, GenerateRequest
 from sluice.producers.gateway.trajectory import Verdict
 from sluice.producers.http.schemas import MAX_ID_LENGTH, ROLLOUT_ID, RolloutResponse
 from sluice.producers.http.strict_json import StrictRoute
@@ -47,9 +48,9 @@ class Models(BaseModel):
 
 
 _ChatBody = Annotated[ChatRequest, Body(openapi_examples=CHAT_EXAMPLES)]
-_RolloutHeader = Annotated[str | None, Header(description="Instead of `rollout_id` in the body.")]
-_RolloutPath = Annotated[str, Path(description="Instead of `rollout_id` in the body.", examples=["r-1"])]
-_IdempotencyKey = Annotated[
+RolloutHeader = Annotated[str | None, Header(description="Instead of `rollout_id` in the body.")]
+RolloutPath = Annotated[str, Path(description="Instead of `rollout_id` in the body.", examples=["r-1"])]
+IdempotencyKey = Annotated[
     str | None,
     Header(
         min_length=1,
@@ -58,10 +59,10 @@ _IdempotencyKey = Annotated[
     ),
 ]
 _ModelName = Annotated[str, Path(description="As in `model` of a request.", examples=["default"])]
-_SCOPE = f"/rollouts/{ROLLOUT_ID}"
+SCOPE = f"/rollouts/{ROLLOUT_ID}"
 
 
-class _Events(StreamingResponse):
+class Events(StreamingResponse):
     """A stream that releases its resources however it ends."""
 
     def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack) -> None:
@@ -92,8 +93,8 @@ def _add_chat(router: APIRouter, service: Service) -> None:
     async def chat(
         body: _ChatBody,
         request: Request,
-        x_rollout_id: _RolloutHeader = None,
-        idempotency_key: _IdempotencyKey = None,
+        x_rollout_id: RolloutHeader = None,
+        idempotency_key: IdempotencyKey = None,
     ) -> Response:
         """OpenAI's protocol, with the token ids of the prompt and the sampled tokens.
 
@@ -105,15 +106,15 @@ def _add_chat(router: APIRouter, service: Service) -> None:
         """
         return await _chat(service, in_rollout(body, header=x_rollout_id), request, idempotency_key)
 
-    @router.post(f"{_SCOPE}/v1/chat/completions", summary="The next turn of the rollout in the URL", **said)
+    @router.post(f"{SCOPE}/v1/chat/completions", summary="The next turn of the rollout in the URL", **said)
     async def turn(
-        rollout_id: _RolloutPath, body: _ChatBody, request: Request, x_rollout_id: _RolloutHeader = None
+        rollout_id: RolloutPath, body: _ChatBody, request: Request, x_rollout_id: RolloutHeader = None
     ) -> Response:
         """For agents whose only setting is the base URL: `{gateway}/rollouts/{rollout_id}/v1`."""
         return await _chat(service, in_rollout(body, header=x_rollout_id, url=rollout_id), request)
 
 
-_RequestT = TypeVar("_RequestT", bound=ChatRequest)
+_RequestT = TypeVar("_RequestT", ChatRequest, CompletionRequest, GenerateRequest)
 
 
 def in_rollout(body: _RequestT, *, header: str | None = None, url: str | None = None) -> _RequestT:
@@ -160,8 +161,8 @@ def _add_models(router: APIRouter, service: Service) -> None:
         """Every name means the weights being served at the time."""
         return listed
 
-    @router.get(f"{_SCOPE}/v1/models", summary="Names of the model, under a rollout's URL", **all_of_them)
-    async def models_of_rollout(rollout_id: _RolloutPath) -> Models:
+    @router.get(f"{SCOPE}/v1/models", summary="Names of the model, under a rollout's URL", **all_of_them)
+    async def models_of_rollout(rollout_id: RolloutPath) -> Models:
         """The same for every rollout, open or not."""
         return listed
 
@@ -175,8 +176,8 @@ def _add_models(router: APIRouter, service: Service) -> None:
         """For clients that check whether a name is served."""
         return named(name)
 
-    @router.get(f"{_SCOPE}/v1/models/{{name}}", summary="One name of the model, under a rollout's URL", **one_of_them)
-    async def model_of_rollout(rollout_id: _RolloutPath, name: _ModelName) -> Model:
+    @router.get(f"{SCOPE}/v1/models/{{name}}", summary="One name of the model, under a rollout's URL", **one_of_them)
+    async def model_of_rollout(rollout_id: RolloutPath, name: _ModelName) -> Model:
         """The same for every rollout, open or not."""
         return named(name)
 
@@ -189,7 +190,7 @@ async def _chat(service: Service, body: ChatRequest, request: Request, idempoten
         source = await held.enter_async_context(aclosing(service.chat.events(body, sampling, idempotency_key)))
         first = await unless_gone(request, anext(source))  # refusals come before the first byte
         if isinstance(first, Answer) and not body.stream:
-            _count(service, first)
+            count_tokens(service, first)
             whole = first.completion(logprobs=names)
             return Response(msgspec.json.encode(whole), media_type=JSON)
         marker = getattr(service.chat.parser, "marker", "") if body.parses_tools else None
@@ -201,23 +202,25 @@ async def _chat(service: Service, body: ChatRequest, request: Request, idempoten
             name=secrets.token_hex(12),
             logprobs=names,
         )
-        events = with_error(stream.events(_from(service, first, source)))
-        return _Events(events, held.pop_all())
+        events = with_error(stream.events(counted(service, first, source)))
+        return Events(events, held.pop_all())
     raise AssertionError("unreachable")
 
 
-async def _from(
+async def counted(
     service: Service, first: TokenDelta | Answer, rest: AsyncGenerator[TokenDelta | Answer]
 ) -> AsyncIterator[TokenDelta | Answer]:
+    """All events of a stream; its tokens are counted when its answer comes."""
     one: TokenDelta | Answer | None = first
     while one is not None:
         if isinstance(one, Answer):
-            _count(service, one)
+            count_tokens(service, one)
         yield one
         one = await anext(rest, None)
 
 
-def _count(service: Service, answer: Answer) -> None:
+def count_tokens(service: Service, answer: Answer) -> None:
+    """For the metrics."""
     service.metrics.tokens.labels("prompt").inc(len(answer.results[0].prompt_token_ids))
     service.metrics.tokens.labels("completion").inc(sum(len(result.token_ids) for result in answer.results))
 

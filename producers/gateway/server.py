@@ -39,6 +39,7 @@ from sluice.producers.gateway.openapi import errors
 from sluice.producers.gateway.refusals import Refusal, of_schema, refusal_of
 from sluice.producers.gateway.routes import chat_routes, rollout_routes
 from sluice.producers.gateway.service import Service, make_service
+from sluice.producers.gateway.token_routes import token_routes
 from sluice.producers.http import api_page
 from sluice.producers.tokenizer import load_policy_tokenizer
 
@@ -101,13 +102,14 @@ async def _report(role: Role, service: Service) -> None:
 
 _TAGS = [
     {"name": "completions", "description": "Answers from the model, with the weights served at the time."},
+    {"name": "tokens", "description": "The same in text or token ids, without a chat, and the tokenizer."},
     {"name": "rollouts", "description": "End a rollout of several calls: publish it for training, or drop it."},
     {"name": "service", "description": "The state of this process, and its numbers."},
 ]
 
 
 _ABOUT = """\
-OpenAI's chat completions, decoded by the workers of the queue; any client of that API can ask.
+OpenAI's completions and vLLM's token routes, decoded by the workers of the queue; any client of these APIs can ask.
 
 Calls with the same `rollout_id` are the turns of one rollout. The sampled tokens of every turn are kept as they are;
 `POST /v1/rollout/{rollout_id}/finish` publishes them as one training sequence.
@@ -149,6 +151,7 @@ def make_app(service: Service, key: str | None) -> FastAPI:
     app.add_middleware(BearerAuth, key=key, open_paths=(*OPEN_PATHS, *api_page.OPEN_PATHS))
     app.add_middleware(Measured, metrics=service.metrics)
     app.include_router(chat_routes(service))
+    app.include_router(token_routes(service))
     app.include_router(rollout_routes(service))
     _service_routes(app, service)
     api_page.add_api_page(app)

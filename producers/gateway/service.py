@@ -49,6 +49,7 @@ class Service:
     gate: Gate
     metrics: Metrics
     limits: Limits
+    renderer: Renderer
     decode: Callable[[Sequence[int]], str]  # token ids to text without special tokens
     token_names: Callable[[int], dict[str, Any]]  # `token` and `bytes` of an entry of logprobs
 
@@ -93,6 +94,7 @@ def make_service(
         images=images,
         gate=Gate(gateway.max_requests, metrics),
         limits=Limits.of_model(config.model.path, images=config.images.max_per_prompt, data_urls=True),
+        renderer=renderer,
         decode=text_decoder(renderer),
         token_names=token_namer(renderer),
         **parts,

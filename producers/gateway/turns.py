@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from sluice.pipeline.prompts.chat_template import check_token_ids
 from sluice.pipeline.prompts.turn_tokens import Added, Renderer, TemplateDrift
 from sluice.pipeline.queue.rollouts import Turn
 from sluice.pipeline.wire.messages import ImageRef, Message, SamplingParams, SequenceResult
@@ -113,6 +114,51 @@ def plan_turn(
         before=before,
         forks=len(turns) > 0 and (found is None or any(turn.parent == found.turn for turn in turns)),
     )
+
+
+def plan_tokens(
+    turns: Sequence[Turn], token_ids: list[int], *, sampling: SamplingParams, placeholders: Mapping[int, str]
+) -> Plan:
+    """A call whose prompt is token ids: it follows the turn with the longest sequence that its prompt begins with.
+
+    Raises Refusal (400) for a rollout with images, RequestError for an image placeholder.
+    """
+    parent = _longest_prefix(turns, token_ids)
+    path = path_to(turns, parent) if parent >= 0 else []
+    if any(turn.result.images for turn in path):
+        raise Refusal(400, "token_ids: this rollout has images; go on with /v1/chat/completions", "token_ids")
+    known = known_token_ids(path)
+    added = token_ids[len(known) :]
+    check_token_ids(added, placeholders)
+    before = digest(["token_ids", token_ids])
+    return Plan(
+        key=digest([before, msgspec.to_builtins(sampling)]),
+        parent=parent,
+        depth=len(path),
+        known=known,
+        sent=known,
+        added=Added(added),
+        images=[],
+        before=before,
+        forks=len(turns) > 0 and (parent < 0 or any(turn.parent == parent for turn in turns)),
+    )
+
+
+def _longest_prefix(turns: Sequence[Turn], token_ids: list[int]) -> int:
+    """The turn whose tokens, from the root's prompt on, are the longest prefix of these; the newest of several; or -1.
+
+    Every turn is compared once, after its parent: its tokens begin where the parent's end.
+    """
+    best, longest = -1, 0
+    ends: list[int] = []  # of each turn; -1: it isn't a prefix
+    for place, turn in enumerate(turns):
+        start = ends[turn.parent] if turn.parent >= 0 else 0
+        segment = [*turn.added_token_ids, *turn.result.token_ids] if start >= 0 else []
+        fits = start >= 0 and token_ids[start : start + len(segment)] == segment
+        ends.append(start + len(segment) if fits else -1)
+        if ends[-1] >= longest and fits:
+            best, longest = place, ends[-1]
+    return best
 
 
 def check_mask(mask: Sequence[int] | None, num_added: int, *, first: bool) -> None:

@@ -103,6 +103,7 @@ async def test_the_gateway(config: Config, client: Any, keys: Any) -> None:
     async with serving(config, None) as gateway:
         paths = ["/v1/chat/completions", "/infer/", "/v1/rollout/completed", "/v1/rollout/r-1/finish"]
         paths += ["/v1/rollouts", "/rollouts/r-1/v1/chat/completions"]
+        paths += ["/v1/completions", "/inference/v1/generate", "/tokenize", "/detokenize"]
         await refuse_all(gateway.http, gateway.url, paths)
         url = gateway.url + "/v1/chat/completions"
         bodies = {name: HEAD + rest for name, rest in IN_A_CHAT.items()}

@@ -75,6 +75,7 @@ def _aim(body: Any, server_url: str) -> None:
         if type(body.get(name)) is int and body[name] > most:
             body[name] = most
     _aim(body.get("request_config"), server_url)
+    _aim(body.get("sampling_params"), server_url)
 
 
 @pytest.mark.timeout(240)
@@ -84,6 +85,9 @@ async def test_the_gateway(config: Config, backend: HfBackend) -> None:
         seen = await asyncio.to_thread(attack, gateway.url)
     assert seen["POST /v1/chat/completions", 200] > 0
     assert seen["POST /v1/chat/completions", 422] > 0
+    for path in ("/v1/completions", "/inference/v1/generate", "/tokenize", "/detokenize"):
+        assert seen[f"POST {path}", 422] > 0
+    assert seen["POST /inference/v1/generate", 200] > 0
 
 
 @pytest.mark.timeout(240)

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from typing import Any, get_type_hints
 
+import msgspec
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsStreaming as CompletionParams
+from pydantic import ValidationError
 
 from sluice.producers.gateway import fields
 from sluice.producers.gateway.fields import ListedSchema
-from sluice.producers.gateway.requests import ChatRequest, StreamOptions
+from sluice.producers.gateway.refusals import Refusal
+from sluice.producers.gateway.requests import ChatRequest, FinishRequest, OpenRequest, StreamOptions
+from sluice.producers.gateway.token_requests import (
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    GenerateSampling,
+    TokenizeRequest,
+)
 
 
 def known(request: type[ListedSchema]) -> set[str]:
@@ -17,22 +28,39 @@ def known(request: type[ListedSchema]) -> set[str]:
 
 
 def names(theirs: Any) -> set[str]:
-    """The fields of a TypedDict or a pydantic model."""
-    found: Any = getattr(theirs, "model_fields", None) or get_type_hints(theirs)
-    return set(found)
+    """The fields of a TypedDict, a pydantic model or a struct."""
+    found: Any = getattr(theirs, "model_fields", None) or getattr(theirs, "__struct_fields__", None)
+    return {name for name in found or get_type_hints(theirs) if not name.startswith("_")}
 
 
 def test_every_field_of_openais_parameters_is_known() -> None:
     assert names(ChatParams) <= known(ChatRequest)
+    assert names(CompletionParams) <= known(CompletionRequest)
 
 
 def test_every_field_of_vllms_requests_is_known() -> None:
     pytest.importorskip("vllm")
     from vllm.entrypoints.generate.base.protocol import StreamOptions as TheirStreamOptions
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest as TheirCompletionRequest
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest as TheirGenerateRequest
+    from vllm.entrypoints.serve.tokenize.protocol import (
+        DetokenizeRequest as TheirDetokenizeRequest,
+    )
+    from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
+    from vllm.sampling_params import SamplingParams
 
-    for theirs, ours in ((ChatCompletionRequest, ChatRequest), (TheirStreamOptions, StreamOptions)):
-        assert names(theirs) <= known(ours)
+    for theirs, ours in (
+        (ChatCompletionRequest, ChatRequest),
+        (TheirStreamOptions, StreamOptions),
+        (TheirCompletionRequest, CompletionRequest),
+        (TheirGenerateRequest, GenerateRequest),
+        (SamplingParams, GenerateSampling),
+        (TokenizeChatRequest, TokenizeRequest),
+        (TokenizeCompletionRequest, TokenizeRequest),
+        (TheirDetokenizeRequest, DetokenizeRequest),
+    ):
+        assert names(theirs) <= known(ours), theirs
 
 
 def test_vllms_own_defaults_change_nothing() -> None:
@@ -46,12 +74,83 @@ def test_vllms_own_defaults_change_nothing() -> None:
     ChatRequest.model_validate({name: value for name, value in sent.items() if name not in unset}).check()
 
 
-@pytest.mark.parametrize("request_class", [ChatRequest, StreamOptions])
+def test_vllms_own_defaults_of_a_completion_change_nothing() -> None:
+    pytest.importorskip("vllm")
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest as Theirs
+
+    sent = Theirs.model_validate({"model": "default", "prompt": "a"}).model_dump(mode="json")
+    CompletionRequest.model_validate({name: sent[name] for name in sent.keys() - {"mm_payload"}}).check()
+
+
+def test_vllms_own_sampling_params_change_nothing() -> None:
+    pytest.importorskip("vllm")
+    from vllm.sampling_params import SamplingParams
+
+    sent = {name: value for name, value in msgspec.to_builtins(SamplingParams()).items() if not name.startswith("_")}
+    GenerateRequest.model_validate({"token_ids": [1], "sampling_params": sent}).check()
+
+
+@pytest.mark.parametrize(
+    ("request_class", "body", "path"),
+    [
+        (CompletionRequest, {"prompt": "a", "logprobs": 2}, "logprobs"),
+        (CompletionRequest, {"prompt": "a", "logprobs": 0, "echo": True}, "echo"),
+        (CompletionRequest, {"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs"),
+        (CompletionRequest, {"prompt": "a", "suffix": "b"}, "suffix"),
+        (CompletionRequest, {"prompt": []}, "prompt"),
+        (CompletionRequest, {"prompt": ["a", ""]}, "prompt"),
+        (CompletionRequest, {"prompt": [[1], []]}, "prompt"),
+        (CompletionRequest, {"prompt": ["a", "b"], "stream": True}, "stream"),
+        (CompletionRequest, {"prompt": ["a", "b"], "rollout_id": "r"}, "prompt"),
+        (CompletionRequest, {"prompt": "a", "rollout_id": "r", "n": 2}, "n"),
+        (CompletionRequest, {"prompt": "a", "messages": []}, "messages"),
+        (GenerateRequest, {"token_ids": [1], "features": {}}, "features"),
+        (GenerateRequest, {"token_ids": [1], "output_mode": "text"}, "output_mode"),
+        (GenerateRequest, {"token_ids": [1], "sampling_params": {"min_p": 0.1}}, "sampling_params.min_p"),
+        (GenerateRequest, {"token_ids": [1], "sampling_params": {"logprobs": 2}}, "sampling_params.logprobs"),
+        (GenerateRequest, {"token_ids": [1], "sampling_params": {"max_token": 2}}, "sampling_params.max_token"),
+        (
+            GenerateRequest,
+            {"token_ids": [1], "sampling_params": {"skip_special_tokens": False, "stop": "a"}},
+            "sampling_params.skip_special_tokens",
+        ),
+        (TokenizeRequest, {"prompt": "a", "tools": []}, "tools"),
+        (TokenizeRequest, {}, "prompt"),
+        (TokenizeRequest, {"prompt": "a", "chat_template": "b"}, "chat_template"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(request_class: Any, body: dict[str, Any], path: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        request_class.model_validate(body).check()
+    assert (refused.value.status, refused.value.path) == (400, path)
+
+
+@pytest.mark.parametrize("prompt", [5, None, [1.5], [1, "a"], [[1], "a"], [-1], [2**31], [[["a"]]]])
+def test_a_prompt_is_text_or_ids(prompt: Any) -> None:
+    with pytest.raises(ValidationError):
+        CompletionRequest.model_validate({"prompt": prompt})
+
+
+@pytest.mark.parametrize(
+    "request_class",
+    [
+        ChatRequest,
+        StreamOptions,
+        CompletionRequest,
+        GenerateRequest,
+        GenerateSampling,
+        TokenizeRequest,
+        DetokenizeRequest,
+        FinishRequest,
+        OpenRequest,
+    ],
+)
 def test_no_field_is_both_served_and_refused(request_class: type[ListedSchema]) -> None:
     assert not set(request_class.model_fields) & set(request_class.unserved)
 
 
 def test_every_refusal_has_a_reason() -> None:
-    for table in (fields.CHAT, fields.STREAM):
+    tables = (fields.CHAT, fields.STREAM, fields.COMPLETION, fields.SAMPLING, fields.GENERATE, fields.TOKENIZE)
+    for table in tables:
         for name, rule in table.items():
             assert rule is fields.LABEL or rule.why, name

@@ -1,0 +1,188 @@
+"""Text and tokens without a chat, over a real broker, worker and HTTP server; answers are read by vLLM's own models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.wire.keys import Keys
+from sluice.producers.tokenizer import load_renderer
+from sluice.workers.engine.hf import HfBackend
+from tests.contract.engine_fixtures import started
+from tests.integration.gateway.harness import USER, Gateway, published, serving
+from tests.roles import run_config
+from tests.tiny_models import CONTEXT, save_tiny_model
+
+GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
+GENERATE = "/inference/v1/generate"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def backend(source: Path) -> Iterator[HfBackend]:
+    with started(source, max_batch=4) as running:
+        yield running
+
+
+@pytest.fixture
+def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path) -> Config:
+    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0}
+    return run_config(broker_config, keys, run_dir, worker=worker, model={"path": str(source)})
+
+
+async def streamed(gateway: Gateway, path: str, body: dict[str, Any]) -> list[Any]:
+    """The events before `[DONE]`."""
+    async with gateway.http.post(gateway.url + path, json=body | {"stream": True}) as answer:
+        assert answer.status == 200, await answer.text()
+        lines = [line.removeprefix("data: ") for line in (await answer.text()).split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+async def test_generate_returns_the_very_tokens_of_a_chat_with_the_same_prompt(
+    config: Config, backend: HfBackend
+) -> None:
+    pytest.importorskip("vllm")
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
+        GenerateTokensResponse,
+        GenerateTokensStreamResponse,
+    )
+    from vllm.entrypoints.serve.tokenize.protocol import DetokenizeResponse, TokenizeResponse
+
+    async with serving(config, backend) as gateway:
+        chat = await gateway.chat([USER], **GREEDY)
+        status, tokens = await gateway.post("/tokenize", {"messages": [USER], "return_token_strs": True})
+        assert status == 200, tokens
+        tokenized = TokenizeResponse.model_validate(tokens)
+        assert tokenized.tokens == chat["prompt_token_ids"]
+        assert (tokenized.count, tokenized.max_model_len) == (len(tokenized.tokens), CONTEXT)
+        assert len(tokenized.token_strs or []) == tokenized.count
+
+        sampling = {**GREEDY, "logprobs": 1, "skip_special_tokens": False}
+        body = {"model": "policy", "token_ids": tokenized.tokens, "sampling_params": sampling, "request_id": "q-1"}
+        status, answer = await gateway.post(GENERATE, body | {"return_token_ids": True})
+        assert status == 200, answer
+        read = GenerateTokensResponse.model_validate(answer)
+        [choice] = read.choices
+        assert (choice.token_ids, read.prompt_token_ids) == (chat["token_ids"], chat["prompt_token_ids"])
+        assert choice.logprobs
+        assert [entry.logprob for entry in choice.logprobs.content or []] == chat["logprobs"]
+        assert [entry.token_id for entry in choice.logprobs.content or []] == chat["token_ids"]
+        assert [one["token"] for one in answer["choices"][0]["logprobs"]["content"]] == [
+            f"token_id:{token}" for token in chat["token_ids"]
+        ]
+        spans = choice.weight_versions or []
+        assert [(span.version, span.start, span.end) for span in spans] == [("0", 0, len(chat["token_ids"]))]
+        assert (read.request_id, choice.finish_reason) == ("q-1", chat["choices"][0]["finish_reason"])
+
+        events = await streamed(gateway, GENERATE, body | {"stream_options": {"include_usage": True}})
+        chunks = [GenerateTokensStreamResponse.model_validate(event) for event in events]
+        parts = [one for chunk in chunks for one in chunk.choices]
+        assert len(parts) > 1, "more than one event"
+        assert [token for part in parts for token in part.token_ids or []] == chat["token_ids"]
+        entries = [entry for part in parts if part.logprobs for entry in part.logprobs.content or []]
+        assert [entry.logprob for entry in entries] == chat["logprobs"]
+        assert chunks[-1].usage
+        assert chunks[-1].usage.completion_tokens == len(chat["token_ids"])
+
+        status, text = await gateway.post("/detokenize", {"tokens": tokenized.tokens})
+        tokenizer = load_renderer(config.model.path).tokenizer
+        assert DetokenizeResponse.model_validate(text).prompt == tokenizer.decode(tokenized.tokens)
+        status, text = await gateway.post("/tokenize", {"prompt": text["prompt"], "add_special_tokens": False})
+        assert text["tokens"] == tokenized.tokens
+
+
+async def test_completions_of_texts_and_ids_are_what_was_sampled(config: Config, backend: HfBackend) -> None:
+    pytest.importorskip("vllm")
+    from vllm.entrypoints.openai.completion.protocol import CompletionResponse, CompletionStreamResponse
+
+    tokenizer = load_renderer(config.model.path).tokenizer
+    ids = tokenizer.encode("the abc ")
+    async with serving(config, backend) as gateway:
+        body: dict[str, Any] = {"prompt": "the abc ", **GREEDY, "logprobs": 0, "return_token_ids": True}
+        status, answer = await gateway.post("/v1/completions", body)
+        assert status == 200, answer
+        [choice] = CompletionResponse.model_validate(answer).choices
+        assert choice.prompt_token_ids == ids
+        assert choice.text == tokenizer.decode(choice.token_ids, skip_special_tokens=True), "white space is kept"
+        assert choice.logprobs
+        assert len(choice.logprobs.tokens) == len(choice.logprobs.text_offset) == len(choice.token_ids or [])
+        events = await streamed(gateway, "/v1/completions", body)
+        parts = [one for event in events for one in CompletionStreamResponse.model_validate(event).choices]
+        assert "".join(part.text for part in parts) == choice.text
+        assert [token for part in parts for token in part.token_ids or []] == choice.token_ids
+        logprobs = [value for part in parts if part.logprobs for value in part.logprobs.token_logprobs]
+        offsets = [value for part in parts if part.logprobs for value in part.logprobs.text_offset]
+        assert (logprobs, offsets) == (choice.logprobs.token_logprobs, choice.logprobs.text_offset)
+
+        many: Any = await gateway.openai.completions.create(
+            model="policy", prompt=[ids, ids[:3]], n=2, echo=True, max_tokens=4, seed=5
+        )
+        assert [one.index for one in many.choices] == [0, 1, 2, 3]
+        assert [one.text.startswith("the abc ") for one in many.choices] == [True, True, False, False]
+        assert many.usage.prompt_tokens == len(ids) + 3
+        first = await streamed(gateway, "/v1/completions", {"prompt": ids, "echo": True, **GREEDY})
+        assert "".join(event["choices"][0]["text"] for event in first) == "the abc " + choice.text
+        status, answer = await gateway.post("/v1/completions", {"prompt": "the abc ", "stop": choice.text[3], **GREEDY})
+        assert answer["choices"][0]["text"] == choice.text[: choice.text.index(choice.text[3])]
+        assert answer["choices"][0]["stop_reason"] == choice.text[3]
+
+
+async def test_turns_of_tokens_are_one_trajectory(config: Config, backend: HfBackend, client: Any, keys: Keys) -> None:
+    path = f"/rollouts/t%2F1{GENERATE}"
+    async with serving(config, backend) as gateway:
+        prompt, more = [1, 2, 3], [7, 8]
+        _, first = await gateway.post(path, {"token_ids": prompt, "sampling_params": GREEDY})
+        said = first["choices"][0]["token_ids"]
+        follows = {"token_ids": prompt + said + more, "sampling_params": GREEDY}
+        _, second = await gateway.post(path, follows)
+        assert (second["rollout"]["turn"], second["rollout"]["parent"]) == (1, 0)
+        assert (await gateway.post(path, follows))[1]["choices"] == second["choices"], "a repeat is the same turn"
+        text = {"prompt": prompt + said[:1] + more, "rollout_id": "t/1", **GREEDY}
+        _, fork = await gateway.post("/v1/completions", text)
+        assert fork["rollout"]["parent"] == -1, "what was sampled was changed"
+        status, refused = await gateway.post(path, {**follows, "sampling_params": {"n": 2}})
+        assert (status, refused["error"]["param"]) == (400, "n")
+        assert (await gateway.finish("t%2F1"))[1]["parts"] == 2
+    _, whole = await published(client, keys)
+    assert list(whole.prompt_token_ids) == prompt
+    assert list(whole.token_ids) == said + more + second["choices"][0]["token_ids"]
+    tail = len(second["choices"][0]["token_ids"])
+    assert whole.response_mask.expand() == [1] * len(said) + [0] * len(more) + [1] * tail
+
+
+async def test_tokens_are_repeated_by_key_and_refused_by_name(config: Config, backend: HfBackend) -> None:
+    config = msgspec.structs.replace(config, sampling=msgspec.structs.replace(config.sampling, max_new_tokens=4))
+    async with serving(config, backend) as gateway:
+        key = {"Idempotency-Key": "k"}
+        one, two = [(await gateway.post(GENERATE, {"token_ids": [5, 6]}, **key))[1]["choices"] for _ in range(2)]
+        assert one == two
+        both = {"prompt": [[5, 6], [5, 6]]}
+        one, two = [(await gateway.post("/v1/completions", both, **key))[1]["choices"] for _ in range(2)]
+        assert one == two
+        for path, body, expected in (
+            (GENERATE, {"token_ids": [5], "sampling_params": {"bad_words": ["a"]}}, (400, "sampling_params.bad_words")),
+            (GENERATE, {"token_ids": [5], "model": "gpt-9"}, (404, "model")),
+            (GENERATE, {"token_ids": []}, (422, "token_ids")),
+            (GENERATE, {"token_ids": [5], "sampling_params": {"top_p": 2}}, (422, "sampling_params.top_p")),
+            (GENERATE, {"token_ids": [2**31 - 1]}, (400, None)),
+            (GENERATE, {"token_ids": [5] * (CONTEXT + 1)}, (400, None)),
+            ("/v1/completions", {"prompt": "a", "guided_json": {}}, (400, "guided_json")),
+            ("/v1/completions", {"prompt": "a" * 2**19}, (413, "prompt")),
+            ("/tokenize", {"messages": [USER], "continue_final_message": True}, (400, "continue_final_message")),
+            ("/tokenize", {"prompt": "a", "model": "gpt-9"}, (404, "model")),
+            ("/detokenize", {"tokens": [2**30]}, (400, "tokens")),
+            ("/detokenize", {"tokens": [1], "more": 1}, (400, "more")),
+        ):
+            status, answer = await gateway.post(path, body)
+            assert (status, answer["error"]["param"]) == expected, answer
