@@ -29,6 +29,7 @@ from sluice.producers.http.schemas import (
     JsonObject,
     TokenId,
 )
+from sluice.producers.http.schemas import Message as MessageSchema
 
 
 class StreamOptions(ListedSchema):
@@ -91,11 +92,25 @@ class SamplingOptions(ListedSchema):
             raise Refusal(400, f"{error}; correct or remove it", str(error).partition(" ")[0]) from error
 
 
+class ChatMessage(MessageSchema):
+    """A message, with OpenAI's newer name for the system."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]  # type: ignore[assignment]
+
+    def plain(self) -> JsonObject:
+        """The message as it came, but for the role: chat templates know no developer."""
+        found = super().plain()
+        return {**found, "role": "system"} if self.role == "developer" else found
+
+
 class ChatRequest(SamplingOptions, CompletionsRequest):  # type: ignore[misc]
     """`POST /v1/chat/completions`. Omitted or null fields use the run's settings."""
 
     unserved = fields.CHAT
 
+    messages: Annotated[list[ChatMessage], STOP] = Field(  # type: ignore[assignment]
+        min_length=1, description="The whole conversation so far. The role `developer` is that of `system`."
+    )
     rollout_id: str | None = Field(  # type: ignore[assignment]
         default=None,
         min_length=1,

@@ -9,8 +9,8 @@ from pydantic import ConfigDict, Field
 from sluice.producers.gateway import fields
 from sluice.producers.gateway.fields import ListedSchema
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.requests import SamplingOptions, StreamOptions
-from sluice.producers.http.schemas import MAX_ID_LENGTH, STOP, JsonObject, Message, TokenId
+from sluice.producers.gateway.requests import ChatMessage, SamplingOptions, StreamOptions
+from sluice.producers.http.schemas import MAX_ID_LENGTH, STOP, JsonObject, TokenId
 
 _Ids = Annotated[list[TokenId], STOP]
 _MODEL = Field(default="default", description="`default`, or a name that `/v1/models` lists.")
@@ -129,7 +129,9 @@ class TokenizeRequest(ListedSchema):
 
     model: str | None = Field(default=None, description="`default`, or a name that `/v1/models` lists.")
     prompt: str | None = Field(default=None, description="A text; or send `messages`.")
-    messages: Annotated[list[Message], STOP] | None = Field(default=None, min_length=1, description="Without images.")
+    messages: Annotated[list[ChatMessage], STOP] | None = Field(
+        default=None, min_length=1, description="Without images."
+    )
     tools: Annotated[list[JsonObject], STOP] | None = Field(default=None, description="With `messages`.")
     add_generation_prompt: bool | None = Field(default=None, description="With `messages`; null: true.")
     add_special_tokens: bool | None = Field(default=None, description="With `prompt`; null: true, as in vLLM.")

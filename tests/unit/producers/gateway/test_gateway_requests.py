@@ -93,6 +93,13 @@ def test_labels_and_values_that_change_nothing_are_accepted() -> None:
     ).check()
 
 
+def test_a_developer_is_the_system() -> None:
+    sent = request(messages=[{"role": "developer", "content": "be short"}, {"role": "user", "content": "a"}])
+    assert sent.plain_messages() == [{"role": "system", "content": "be short"}, {"role": "user", "content": "a"}]
+    with pytest.raises(ValidationError):
+        request(messages=[{"role": "robot", "content": "a"}])
+
+
 def test_a_refusal_says_what_why_and_what_to_do() -> None:
     with pytest.raises(Refusal) as refused:
         request(min_p=0.1).check()
