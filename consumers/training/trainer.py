@@ -293,10 +293,8 @@ class Filler:
         asking = self._every(jobs) if every else self._asked.ask(jobs, self._options.score_wait_s)
         results = await self._role.unless_stopped(asking)
         self._role.status.waiting(None)
-        if results is None:
-            return None
-        for error, count in Counter(result.error for result in results if result.error).items():
-            get_logger().warning("no scores", cause=error, jobs=count)
+        if results is not None and not every:
+            _warn_of_errors(results)
         return results
 
     async def _every(self, jobs: Sequence[ScoreJob]) -> list[ScoreResult]:
@@ -305,9 +303,10 @@ class Filler:
         found, until = list[ScoreResult](), time.monotonic() + limit_s
         while jobs:
             answers = await self._asked.ask(jobs, self._options.score_wait_s)
+            _warn_of_errors(answers)
             found += [answer for answer in answers if not answer.error]
-            known = {(answer.seq_id, answer.scored_version) for answer in found}
-            jobs = [job for job in jobs if (job.seq_id, job.version) not in known]
+            known = {(answer.seq_id, answer.scored_version, *answer.positions) for answer in found}
+            jobs = [job for job in jobs if (job.seq_id, job.version, *job.positions) not in known]
             if jobs and time.monotonic() > until:
                 why = next((f": {answer.error}" for answer in answers if answer.error), "; is a scorer alive?")
                 raise DeadlineExceeded(f"{len(jobs)} score jobs without scores for {limit_s:.0f} s{why}")
@@ -340,6 +339,11 @@ class Filler:
         for reason, count in Counter(each.reason for each in ready.letters.values()).items():
             get_logger().warning("samples dropped before the update", reason=reason, samples=count)
         return ready
+
+
+def _warn_of_errors(answers: Sequence[ScoreResult]) -> None:
+    for error, count in Counter(answer.error for answer in answers if answer.error).items():
+        get_logger().warning("no scores", cause=error, jobs=count)
 
 
 async def train(config: Config) -> None:

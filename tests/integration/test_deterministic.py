@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from sluice.consumers.training.checkpoint import TrainerState
 from sluice.consumers.training.step_log import read_steps
-from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.consumers.training.trainer import Filler
+from sluice.pipeline.config.types import BrokerConfig, Config, PolicyConfig
 from sluice.pipeline.errors import MessageError, WeightsError, first_cause
 from sluice.pipeline.queue import StepRow, id_in_step
+from sluice.pipeline.queue.scores import refusal
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.weights.versions import digest_of
 from sluice.pipeline.wire.keys import Keys
-from sluice.pipeline.wire.messages import SamplingParams, TrainingBatch, encode
+from sluice.pipeline.wire.messages import SamplingParams, ScoreJob, ScoreResult, TrainingBatch, encode
+from sluice.pipeline.wire.tokens import FloatArray, Runs
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
 from tests.cut_off import cut_off_at
@@ -26,9 +30,9 @@ from tests.integration.test_decode_worker import enqueue, over, results, working
 from tests.integration.test_midflight_worker import Published
 from tests.integration.test_published_versions import KILLS
 from tests.integration.test_trainer import config_of, train
-from tests.roles import run_config
+from tests.roles import role_of, run_config
 from tests.tiny_models import save_tiny_model
-from tests.trainers import random_sample
+from tests.trainers import random_sample, train_step
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +145,58 @@ async def test_a_missing_step_ends_the_trainer_with_its_number(
     error = first_cause(caught.value)
     assert isinstance(error, MessageError)
     assert "no batch of step 1" in str(error)
+
+
+async def test_what_a_broker_asks_for_again_after_its_step_is_dropped(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    """It had been dropped: a broker that lost its data knows only what was trained."""
+    config = deterministic(config_of(broker_config, keys, run_dir))
+    await hand_on(client, keys, [0, 1, 2])
+    await train(config, source)
+    before = outcome(config)
+    batch = TrainingBatch(batch_id="again", samples=[random_sample("other", 12)], step=1)
+    await client.xadd(keys.batches, {"b": encode(batch)})
+    for count in ("enqueued", "accepted"):
+        await client.hincrby(keys.counts, count, 1)
+    await train(config, source)
+    assert outcome(config) == before
+    now = await snapshot(client, keys)
+    assert (now.trained, now.reasons, now.waiting_batches) == (6, {"dropped:stale": 1}, 0)
+
+
+class LateScores:
+    """Answers nothing, one job, an error, the other job."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    async def ask(self, jobs: Sequence[ScoreJob], wait_s: float) -> list[ScoreResult]:
+        self.asked.append([job.seq_id for job in jobs])
+        number, job = len(self.asked), jobs[0]
+        if number == 1:
+            return []
+        if number == 3:
+            return [refusal(job.seq_id, job.version, "busy")]
+        scores = FloatArray([-0.5] * len(job.positions))
+        return [ScoreResult(seq_id=job.seq_id, scored_version=1, positions=job.positions, logprobs=scores)]
+
+
+async def test_no_token_lacks_its_score_because_a_scorer_was_late(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    policy = PolicyConfig(enabled=True, score_wait_s=0.1)
+    config = replace(deterministic(config_of(broker_config, keys, run_dir, batch_wait_s=60)), policy=policy)
+    sampled = {"logprobs": FloatArray([0.0, 0.0, -1.0, -1.0]), "response_mask": Runs.of([0, 0, 1, 1])}
+    samples = [
+        replace(random_sample(name, 4), versions=Runs.of([-1, -1, 0, 0]), advantage=1.0, **sampled) for name in "ab"
+    ]
+    late = LateScores()
+    async with role_of(config, "trainer", "t") as role:
+        ready = await Filler(role, train_step(source), late).fill(samples, TrainerState(step=2, version=2))
+    assert ready is not None
+    assert [sample.proximal_versions.expand() for sample in ready.samples] == [[-1, -1, 1, 1]] * 2
+    assert late.asked == [["a:0", "b:0"], ["a:0", "b:0"], ["b:0"], ["b:0"]]
 
 
 async def test_a_redone_step_with_other_weights_ends_the_run(
