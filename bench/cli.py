@@ -199,7 +199,7 @@ def crash(
     Two whole runs of a tiny model with a policy loss and their own brokers. In one, producer, workers, consumer,
     scorer, trainer and broker are killed in turn, every other trainer between a published version and its checkpoint.
     Then ids and tokens in the order of training, versions, behaviour and proximal logprobs, losses and the last weights
-    are compared, bit by bit. About 10 minutes.
+    are compared, bit by bit. Under half an hour on two busy cores.
 
     Example: `sluice bench crash --json`
     """

@@ -15,8 +15,9 @@ SAMPLE = {"seq_id": "a:0", "token_ids": [1, 2], "versions": [0, 0], "logprobs": 
 STEP = {"train/loss": 0.5, "policy/loss": 0.25, "train/grad_norm": 1.0, "policy/reward_mean": 0.0}
 
 
-def ran(*samples: dict[str, Any], weights: str = "v000001 abc", **changes: Any) -> Outcome:
-    return Outcome(1.0, [{**STEP, **changes, "samples": samples or (SAMPLE,)}], weights, 2, 1)
+def ran(*samples: dict[str, Any], weights: str = "v000001 abc", policy_loss: float = 0.25) -> Outcome:
+    step = {**STEP, "policy/loss": policy_loss, "samples": samples or (SAMPLE,)}
+    return Outcome(1.0, [step], weights, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def ran(*samples: dict[str, Any], weights: str = "v000001 abc", **changes: Any) 
         (ran({**SAMPLE, "proximal_logprobs": "02"}), "step 1: proximal_logprobs of a:0"),
         (ran(SAMPLE, SAMPLE), "step 1: 1 samples and 2"),
         (ran(weights="v000001 abd"), "weights v000001 abc and v000001 abd"),
-        (ran(**{"policy/loss": 0.2500000000000001}), "step 1: policy/loss 0.25 and 0.2500000000000001"),
+        (ran(policy_loss=0.2500000000000001), "step 1: policy/loss 0.25 and 0.2500000000000001"),
         (Outcome(1.0, [], "v000001 abc", 0, 0), "1 steps and 0"),
     ],
 )
