@@ -173,9 +173,10 @@ def export(
     /,
     *,
     to: Annotated[
-        Literal["jsonl", "parquet", "datasets", "trl"],
+        Literal["jsonl", "parquet", "datasets", "trl", "model"],
         Parameter(
-            help="datasets: a directory with a card, for load_dataset, all columns; trl: one for load_from_disk, with "
+            help="model: a version's weights, an adapter merged into its base; "
+            "datasets: a directory with a card, for load_dataset, all columns; trl: one for load_from_disk, with "
             "what SFTTrainer takes: input_ids and labels, or with images prompt, completion and images; or what "
             "--shape says."
         ),
@@ -201,10 +202,14 @@ def export(
         str | None,
         Parameter(help="With --to datasets: the licence that its card names, such as apache-2.0. By default none."),
     ] = None,
+    version: Annotated[
+        int | None, Parameter(help="With --to model: which version of the weights. By default the newest on disk.")
+    ] = None,
     config: ConfigPath = None,
     overrides: Overrides = (),
 ) -> None:
     """Write a run's sequences for other programs: tokens, logprobs, versions, masks, rewards and what was trained.
+    Or a version of its weights, as a model directory.
 
     Reads the run's history (history.enabled), or the rollouts that its trainer kept; needs no broker. Works during
     the run too. A sequence with an image that is gone or changed is left out, named and counted.
@@ -213,14 +218,26 @@ def export(
 
     Example: `sluice export -c configs/text.yaml --to trl --out sft`
     Example: `sluice export -c configs/rewards.yaml --to trl --shape preference --out pairs`
+
+    Example: `sluice export -c configs/rewards.yaml --to model --version 12 --out my-model`
     """
     from sluice.consumers.run_files import find_run, stored_config
     from sluice.pipeline.config import load_config
+    from sluice.pipeline.errors import ConfigError
 
     given = load_config(config, overrides)
     directory = find_run(run or given.run, given)
     settings = stored_config(directory, given, overrides)
 
+    if to == "model":
+        if (source, images, shape, license) != ("trained", "copies", None, None):
+            raise ConfigError("--source, --images, --shape and --license are of sequences, and --to model has none")
+        from sluice.consumers.export.model import export_model
+
+        say(f"version {export_model(directory, out, settings.model, version)} in {out}")
+        return
+    if version is not None:
+        raise ConfigError("--version is for --to model: the other formats hold sequences, each with its versions")
     from sluice.consumers.export.run import export_run
 
     done = export_run(directory, to, out, source, settings, images, shape, license)

@@ -123,7 +123,7 @@ class WeightsWatch:
             return None
         backend, tolerance = self._backend, self._config.weights.probe_tolerance
         probe = probe_of(manifest, backend.facts.dtype, tolerance, backend.version)
-        directory = await asyncio.to_thread(verify, manifest)
+        directory = await asyncio.to_thread(verify, manifest, Path(self._config.model.path))
         await backend.load_weights(directory, version, probe, manifest.parent)
         return manifest.published_at or time.time()
 

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sluice.consumers.audit.report import listed
 from sluice.consumers.audit.stored import Stored
+from sluice.consumers.training import lora
 from sluice.consumers.training.images import SampleImages, token_type_names
 from sluice.pipeline.config.types import Config, ModelConfig
 from sluice.pipeline.errors import DataError, DeadlineExceeded, ModelError, WeightsError
@@ -30,7 +31,7 @@ from sluice.pipeline.images.features import placed
 from sluice.pipeline.images.processor import VisionInputs, joined_tensors
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.terminal import Console
-from sluice.pipeline.weights.versions import read_manifest, verify
+from sluice.pipeline.weights.versions import base_in, read_manifest, verify
 
 _ROWS = 256  # positions per softmax: (rows, vocab) in fp32
 _PLAIN_EVERY_S = 10.0
@@ -175,8 +176,12 @@ def open_version(root: Path, version: int, config: ModelConfig, *, sees: bool = 
         manifest = read_manifest(directory)
         if manifest.version != version:
             raise WeightsError(f"{directory}: its manifest is for version {manifest.version}; was it renamed?")
-        verify(msgspec.structs.replace(manifest, path=str(directory)))  # the run's directory may have been moved
-        return _load(directory, config, sees=sees)
+        base = base_in(root, manifest, config.path) if manifest.base else None
+        verify(msgspec.structs.replace(manifest, path=str(directory)), base)  # the run's directory may have been moved
+        if base is None:
+            return _load(directory, config, sees=sees)
+        # Of the trainer's class, by whose names the adapter's layers are called.
+        return lora.attach(_load(base, config, sees=sees, as_trained=True), directory)
     except (WeightsError, ModelError):
         if directory.is_dir():
             raise
@@ -230,7 +235,7 @@ def _with_images(model: Any, sequence: Stored, pixels: Pixels) -> torch.Tensor:
         hook.remove()
 
 
-def _load(directory: Path, config: ModelConfig, *, sees: bool) -> Any:
+def _load(directory: Path, config: ModelConfig, *, sees: bool, as_trained: bool = False) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging as transformers_logging
 
@@ -239,6 +244,8 @@ def _load(directory: Path, config: ModelConfig, *, sees: bool) -> Any:
     attention = config.attn_implementation if config.attn_implementation in ("eager", "sdpa") else None
     refused: list[Exception] = []
     kinds = (AutoModelForImageTextToText,) if sees else (AutoModelForCausalLM, AutoModelForImageTextToText)
+    if as_trained and not sees:
+        kinds = kinds[::-1]
     for kind in kinds:
         try:
             loaded: Any = kind.from_pretrained(

@@ -9,4 +9,5 @@
 - `texts`: for TRL also text, such as the best and the worst answer of a group.
 - `images`: if any sequence has images, every row has a column `images`.
 - `card`: the card of a data set for the Hub.
+- `model`: a version's weights instead, with an adapter merged.
 """

@@ -1,7 +1,7 @@
 """What a trainer resumes from: model, optimiser, random state and position in the batch stream; complete or absent.
 
-    checkpoints/step-000012/    model.safetensors config.json …   trainer/{optimizer.safetensors, state.json,
-                                digests.json}
+    checkpoints/step-000012/    model.safetensors config.json …, or adapter_{model.safetensors,config.json}
+                                trainer/{optimizer.safetensors, state.json, digests.json}
                                 of several ranks: config.json …   trainer/{shards/, optimizer.json, state.json,
                                 digests.json}
     weights/v000012/handoff.json   the same state, next to the weights that your own training loop published
@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
+from sluice.consumers.training import lora
 from sluice.consumers.training.model import HANDOFF_FILE, copy_settings, read_model, write_model
 from sluice.consumers.training.optimizer import optimizer_name
 from sluice.pipeline.config.types import ModelConfig
@@ -47,7 +48,7 @@ from sluice.pipeline.errors import ConfigError, DataError, MessageError, ModelEr
 from sluice.pipeline.files import fsync_directory, fsync_tree, link_files, remove_unfinished, write_atomic
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.weights.line import Line
-from sluice.pipeline.weights.versions import newest_number, numbered_directories, read_manifest
+from sluice.pipeline.weights.versions import ADAPTER_CONFIG, newest_number, numbered_directories, read_manifest
 from sluice.pipeline.wire.codec import read_json
 from sluice.pipeline.wire.messages import DeadLetter
 
@@ -57,6 +58,9 @@ _SHARDS = Path("trainer/shards")
 _OPTIMIZER_NAME = Path("trainer/optimizer.json")  # beside shards
 _DIGESTS = Path("trainer/digests.json")
 _NAME = "optimizer"
+_UNREADABLE = (
+    OSError, ValueError, KeyError, RuntimeError, SafetensorError, MessageError, WeightsError, CheckpointException,
+)  # fmt: skip
 _RECENT_IDS = 8192
 _RECENT_VERSIONS = 1024  # far more than `policy.max_token_staleness` of any use
 _TOTALLED = ("rollout/repeat_terminate_triggered_sequences", "rollout/repeat_terminate_tokens_saved")
@@ -226,7 +230,7 @@ def load(
     """Fill model, optimiser and random state.
 
     `config`: how the model is loaded; None for the defaults. Raises ModelError for a damaged checkpoint, ConfigError
-    for that of another optimiser.
+    for that of another optimiser, adapter or base.
     """
     try:
         is_sharded = (directory / _SHARDS).is_dir()
@@ -238,12 +242,17 @@ def load(
                 "(--set run=NAME --model DIRECTORY)"
             )
         state = read_json((directory / _STATE).read_bytes(), TrainerState, _STATE.name)
-        if is_sharded:
+        settings = config or ModelConfig()
+        has_adapter = lora.has_adapter(model) or (directory / ADAPTER_CONFIG).is_file()
+        if has_adapter:
+            lora.fill(model, directory, Path(settings.path) if settings.path else None)
+        elif is_sharded:
             _load_shards(directory / _SHARDS, model, optimizer)
         else:
-            model.load_state_dict(read_model(directory, config or ModelConfig()).state_dict())
+            model.load_state_dict(read_model(directory, settings).state_dict())
+        if not is_sharded:
             _fill_optimizer(optimizer, load_file(str(directory / _OPTIMIZER)))
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, MessageError, CheckpointException) as error:
+    except _UNREADABLE as error:
         raise ModelError(
             f"{directory}: damaged checkpoint ({error}); delete it to continue from the previous one"
         ) from error

@@ -563,4 +563,6 @@ def _keeps_states(config: Any) -> bool:
 
 
 def _has_dropout(model: Any) -> bool:
-    return next(random_rates(model.config), None) is not None
+    if next(random_rates(model.config), None) is not None:
+        return True
+    return any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())  # of an adapter

@@ -48,7 +48,7 @@ from sluice.pipeline.errors import ConfigError, DataError, ModelError, TaskError
 from sluice.pipeline.images.processor import joined_tensors
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.weights.line import Line
-from sluice.pipeline.weights.versions import newest_number
+from sluice.pipeline.weights.versions import ADAPTER_CONFIG, newest_number
 from sluice.pipeline.wire.messages import TrainingSample
 
 _ONE = (
@@ -203,7 +203,13 @@ class Rollouts:
     @property
     def model_path(self) -> Path:
         """Directory of the newest weights, to start or resume from: they include everything that `publish` finished."""
-        return model_of(self._root.parent) or self._source
+        found = model_of(self._root.parent) or self._source
+        if (found / ADAPTER_CONFIG).is_file():
+            raise ConfigError(
+                f"{found}: the built-in trainer left an adapter (trainer.lora); merge it with `sluice export --to "
+                "model`, and start a run of another name from that directory (--set run=NAME --model DIRECTORY)"
+            )
+        return found
 
     def batches(self, *, ahead: bool = False) -> Iterator[Batch]:
         """Batches of `producer.samples_per_version` samples, fewer in the last one, until the run ends.

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from sluice.consumers.training import lora
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import ModelError
 from sluice.pipeline.weights.versions import MANIFEST, tensor_table
@@ -146,11 +147,15 @@ def probe_score(model: Any, token_ids: list[int]) -> float:
 def write_model(model: Any, source: Path, target: Path, tensors: dict[str, Tensor] | None = None) -> None:
     """Write a model directory: the weights of `model` in the hub's layout, every other file as in `source`.
 
-    `tensors`: its state dict, if this process has parts of the model only.
+    `tensors`: its state dict, if this process has parts of the model only. Of a model with an adapter, the
+    adapter alone: the rest is `source`.
 
     transformers holds some layers in other shapes than their checkpoints (experts in one tensor); its own saving
     converts them back, so every engine can read them.
     """
+    if lora.has_adapter(model):
+        lora.write(model, source, target)
+        return
     with tempfile.TemporaryDirectory(dir=target) as saved:
         # The full state dict: the model may be sharded.
         model.save_pretrained(saved, state_dict=model.state_dict() if tensors is None else tensors)

@@ -66,23 +66,24 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def make_optimizer(model: Any, config: TrainerConfig) -> torch.optim.Optimizer:
-    """Over all parameters of a transformers model. Raises ConfigError."""
+    """Over all parameters of a transformers model; of one with adapters, over theirs. Raises ConfigError."""
+    parameters = [each for each in model.parameters() if each.requires_grad or not config.lora.enabled]
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "weight_decay": config.weight_decay}
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), **options, fused=True)
+        return torch.optim.AdamW(parameters, **options, fused=True)
     if config.optimizer == "adamw_8bit":
-        return _adamw_8bit()(model.parameters(), **options)
+        return _adamw_8bit()(parameters, **options)
     if not hasattr(torch.optim, "Muon"):
         raise ConfigError(f"trainer.optimizer muon needs torch >= 2.9, this is {torch.__version__}; set it to adamw")
     head = model.get_output_embeddings()
     ends = {id(param) for module in model.modules() if isinstance(module, torch.nn.Embedding)
             for param in module.parameters()}  # fmt: skip
     ends |= set() if head is None else {id(param) for param in head.parameters()}
-    matrices = [param for param in model.parameters() if param.ndim == 2 and id(param) not in ends]
+    matrices = [param for param in parameters if param.ndim == 2 and id(param) not in ends]
     if not matrices:
         raise ConfigError("trainer.optimizer muon: this model's layers have no matrices; set it to adamw")
     inner = {id(param) for param in matrices}
-    others = [param for param in model.parameters() if id(param) not in inner]
+    others = [param for param in parameters if id(param) not in inner]
     return MuonWithAdamW(matrices, others, **options)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from sluice.consumers.pack import PackedRows
+from sluice.consumers.training import lora
 from sluice.consumers.training.distributed import whole
 from sluice.consumers.training.forward import Proof, TrainerForward, VisionSource
 from sluice.consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
@@ -50,15 +51,17 @@ class TrainStep:
         ranks: Ranks | None = None,
     ) -> None:
         """`images`: of the samples; None if they have none. `ranks`: all of them make each call, with equal arguments,
-        and get equal results; None for one. Raises ConfigError for an unusable `policy.loss`.
+        and get equal results; None for one. Raises ConfigError for an unusable loss or adapter.
         """
         self.model, self._config, self._policy, self._ranks = model, config, policy, ranks
         self._surrogate = load_surrogate(policy) if policy.enabled and not policy.by_pairs else None
+        if config.lora.enabled:
+            lora.add(model, config.lora, text_only=config.freeze_vision)
+        elif config.freeze_vision:
+            freeze_vision(model)
         self._forward = TrainerForward(
             model, pad_id=pad_id, row_tokens=row_tokens, micro_batch_tokens=config.micro_batch_tokens, images=images
         )
-        if config.freeze_vision:
-            freeze_vision(model)
         self._coord_ids = torch.tensor(list(coord_ids), dtype=torch.long, device=model.device)
         self.optimizer = make_optimizer(model, config)
 

@@ -424,6 +424,10 @@ async def _train(config: Config, shards: Sharding | None, ranks: Ranks | None) -
                 f"a model that takes images trains on one rank, not on {ranks.size}; set trainer.ranks: 1 and no "
                 "trainer.fsdp"
             )
+        if shards is not None and config.trainer.lora.enabled:
+            raise ConfigError(
+                "trainer.lora trains on one rank; set trainer.ranks: 1, and no trainer.fsdp or accelerate"
+            )
         if shards is not None and config.trainer.optimizer != "adamw":
             raise ConfigError(
                 f"trainer.optimizer {config.trainer.optimizer} isn't supported with FSDP; set it to adamw"

@@ -99,8 +99,8 @@ def at_fault(config: Config) -> set[str]:
 
 def _alone(config: Config) -> list[str]:
     alone = (
-        _identity, _numbers, _schedule, _evaluation, _images, _policy_numbers, _scorer_counts, _rewards, _rollouts,
-        _what_a_rollout_server_takes, _history_and_servers,
+        _identity, _numbers, _lora, _schedule, _evaluation, _images, _policy_numbers, _scorer_counts, _rewards,
+        _rollouts, _what_a_rollout_server_takes, _history_and_servers,
     )  # fmt: skip
     found = [complaint for rules in alone for holds, complaint in rules(config) if not holds]
     return found + [
@@ -176,6 +176,23 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
         value = getattr(config.worker, key)
         found.append((value >= 0, f"worker.{key} must be >= 0, got {value}"))
     return found
+
+
+def _lora(config: Config) -> list[tuple[bool, str]]:
+    lora = config.trainer.lora
+    return [
+        (lora.rank >= 0, f"trainer.lora.rank must be >= 0, got {lora.rank}"),
+        (
+            not lora.enabled or config.trainer.ranks <= 1,
+            f"trainer.lora trains on one rank, and trainer.ranks is {config.trainer.ranks}; set it to 1",
+        ),
+        (lora.alpha > 0, f"trainer.lora.alpha must be > 0, got {lora.alpha}"),
+        (0 <= lora.dropout < 1, f"trainer.lora.dropout must be in 0..1, 1 excluded, got {lora.dropout}"),
+        (
+            lora.target_modules == "all-linear" or bool(lora.target_modules),
+            "trainer.lora.target_modules is empty: name modules, such as [q_proj, v_proj], or set it to all-linear",
+        ),
+    ]
 
 
 def _schedule(config: Config) -> list[tuple[bool, str]]:
@@ -507,6 +524,8 @@ def own_loop_warnings(config: Config) -> list[str]:
         found.append(f"trainer.minibatches {config.trainer.minibatches}")
     if config.trainer.ranks > 1:
         found.append(f"trainer.ranks {config.trainer.ranks}")
+    if config.trainer.lora.enabled:
+        found.append("trainer.lora")
     if not found:
         return []
     return [
@@ -626,6 +645,8 @@ def _policy_and_others(config: Config) -> Iterator[tuple[bool, str]]:
     by_group = policy.advantage not in ("reward", "reinforce_pp")
     processed, sampling = config.worker.logprobs_mode == "processed", config.sampling
     plain = sampling.top_p == 1 and sampling.top_k == 0 and sampling.repetition_penalty == 1
+    dropout = "trainer.lora.dropout" if config.trainer.lora.dropout else ""
+    dropout = "trainer.dropout" if config.trainer.dropout else dropout
     yield (
         not processed or config.worker.backend == "hf",
         "worker.logprobs_mode processed needs worker.backend hf: vLLM's decode and re-score agree only on raw "
@@ -647,12 +668,12 @@ def _policy_and_others(config: Config) -> Iterator[tuple[bool, str]]:
         "with its worst; raise it",
     )
     yield (
-        not policy.by_pairs or not config.trainer.dropout,
-        "policy.loss dpo with trainer.dropout: pairs are compared without it; switch it off",
+        not policy.by_pairs or not dropout,
+        f"policy.loss dpo with {dropout}: pairs are compared without it; switch it off",
     )
     yield (
-        policy.mismatch == "none" or not config.trainer.dropout,
-        f"policy.mismatch {policy.mismatch} with trainer.dropout: dropout would be measured too; switch one off",
+        policy.mismatch == "none" or not dropout,
+        f"policy.mismatch {policy.mismatch} with {dropout}: dropout would be measured too; switch one off",
     )
     yield (
         not policy.enabled or not by_group or size >= 2,

@@ -372,6 +372,19 @@ class FsdpConfig(Section, frozen=True, kw_only=True):
     cpu_offload: bool = False  # weights and optimiser are in the host's memory, and a layer's on the GPU while it runs
 
 
+class LoraConfig(Section, frozen=True, kw_only=True):
+    """Low-rank adapters (Hu et al., 2021): with a rank, they are all that is trained, checkpointed and published."""
+
+    rank: int = 0  # of each adapter; 0: no adapters, all weights are trained
+    alpha: float = 32.0  # an adapter's output is scaled by alpha / rank
+    dropout: float = 0.0  # of an adapter's input, in training
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"  # names or their ends
+
+    @property
+    def enabled(self) -> bool:
+        return self.rank > 0
+
+
 class TrainerConfig(Section, frozen=True, kw_only=True):
     """The optimiser and its schedule; losses: teacher-forced here, policy in PolicyConfig."""
 
@@ -387,6 +400,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     freeze_vision: bool = True  # no gradient for the vision tower and its projector; false: all is trained
     dropout: bool = False  # keep the rates in the model's config.json; false: all are 0
+    lora: LoraConfig = LoraConfig()
     micro_batch_tokens: int = 8192  # padded tokens per forward pass
     minibatches: int = 1  # optimiser steps per batch, on parts of it; all else that counts steps counts batches
     smooth_l1_weight: float = 1.0  # of box regression

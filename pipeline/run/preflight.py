@@ -36,7 +36,7 @@ from sluice.pipeline.run.provenance import main_versions
 from sluice.pipeline.run.supervisor import end_session
 from sluice.pipeline.terminal import print_json, say
 from sluice.pipeline.user_modules import installed
-from sluice.pipeline.weights.versions import numbered_directories, tensor_table
+from sluice.pipeline.weights.versions import ADAPTER_CONFIG, numbered_directories, tensor_table
 from sluice.pipeline.wire.messages import ImageRef
 
 T = TypeVar("T", bound=str)
@@ -235,6 +235,8 @@ def engine(config: Config | None = None) -> str:
     found = main_versions()
     if config and config.worker.backend == "vllm" and config.worker.count and not importlib.util.find_spec("vllm"):
         raise SluiceError("worker.backend is vllm, and vllm is not installed; `pip install 'sluice[vllm]'`, or set hf")
+    if config and config.trainer.lora.enabled and not config.trainer.external and not importlib.util.find_spec("peft"):
+        raise SluiceError("trainer.lora needs peft, which is not installed; `pip install 'sluice[lora]'`")
     for package in ("torch", "transformers"):
         if package not in found:
             raise SluiceError(f"{package} is not installed; `make setup` or `pip install sluice`")
@@ -278,6 +280,8 @@ def model(config: Config, *, needed: bool = False) -> str:
         return "not set (model.path or --model)"
     if not path.is_dir():
         raise ModelError(f"{path}: no such directory; give one made by save_pretrained")
+    if (path / ADAPTER_CONFIG).exists() and not (path / "config.json").exists():
+        raise ModelError(f"{path}: an adapter, not a whole model; merge it: `sluice export RUN --to model --out DIR`")
     missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).exists()]
     if missing:
         raise ModelError(f"{path}: {', '.join(missing)} missing; save model and tokenizer there")

@@ -1,7 +1,8 @@
 """Weight versions: one directory each, with a manifest.
 
 A version directory holds model.safetensors, manifest.json and the model's config and tokenizer files, so it is a
-complete model directory. Safetensors headers are read here without torch.
+complete model directory; or an adapter's two files and a manifest that names the base they belong to (adapter.py).
+Safetensors headers are read here without torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import secrets
 import shutil
 from collections.abc import Callable, Collection
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from sluice.pipeline.wire.codec import numbered, read_json
 from sluice.pipeline.wire.messages import MOST_VERSION, WeightVersion
 
 MANIFEST = "manifest.json"
+ADAPTER_CONFIG = "adapter_config.json"  # peft's name
+BASE = "base"  # key in the header of an adapter's file: the digest of the weights that it was trained on
 _BLOCK = 1 << 20
 _MOST_HEADER = 100 << 20  # the format's own limit
 
@@ -35,14 +39,36 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def digest_of(directory: Path) -> str:
-    """sha256 over names and contents of the safetensors files."""
+    """sha256 over names and contents of the safetensors files, and of an adapter's configuration: it has the scale."""
     digest = sha256()
-    for file in weight_files(directory):
+    adapter = directory / ADAPTER_CONFIG
+    for file in [*weight_files(directory), *([adapter] if adapter.is_file() else [])]:
         digest.update(file.name.encode() + b"\0")
         with file.open("rb") as stream:
             while block := stream.read(_BLOCK):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def base_digest(directory: Path) -> str:
+    """The same of a base model, whose files don't change; read again only if their sizes or times did."""
+    stamps = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weight_files(directory))
+    return _base_digest(directory, stamps)
+
+
+@lru_cache(maxsize=4)
+def _base_digest(directory: Path, _stamps: tuple[tuple[str, int, int], ...]) -> str:
+    return digest_of(directory)
+
+
+def base_of(directory: Path) -> str:
+    """The digest of the base that the adapter of this directory was trained on; empty for a whole model."""
+    if not (directory / ADAPTER_CONFIG).is_file():
+        return ""
+    found = {_read_header(file)[0].get(BASE, "") for file in weight_files(directory)}
+    if len(found) != 1 or "" in found:
+        raise WeightsError(f"{directory}: an adapter whose files don't name the weights that it was trained on")
+    return found.pop()
 
 
 def tensor_table(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -63,6 +89,11 @@ class _Entry(msgspec.Struct):
 
 
 def _header(file: Path) -> dict[str, _Entry]:
+    return _read_header(file)[1]
+
+
+def _read_header(file: Path) -> tuple[dict[str, str], dict[str, _Entry]]:
+    """(metadata, tensors)."""
     size = file.stat().st_size if file.exists() else 0
     try:
         with file.open("rb") as stream:
@@ -70,13 +101,13 @@ def _header(file: Path) -> dict[str, _Entry]:
             if not 0 < length <= min(size - 8, _MOST_HEADER):
                 raise WeightsError(f"{file}: truncated or not a safetensors file")
             tree = read_json(stream.read(length), dict[str, Any], "its header")
-        tree.pop("__metadata__", None)
+        metadata = msgspec.convert(tree.pop("__metadata__", None) or {}, dict[str, str])
         header = msgspec.convert(tree, dict[str, _Entry])
     except (OSError, msgspec.MsgspecError, MessageError, ValueError, RecursionError) as error:
         raise WeightsError(f"{file}: not a safetensors file ({error})") from error
     if 8 + length + max((entry.data_offsets[1] for entry in header.values()), default=0) > size:
         raise WeightsError(f"{file}: truncated; copy or download it again")
-    return header
+    return metadata, header
 
 
 def write_version(
@@ -84,8 +115,8 @@ def write_version(
 ) -> WeightVersion:
     """Create `root/v000012` from a durable model directory: hard links if possible, written elsewhere, then renamed.
 
-    Returns the manifest with path, digest and tensors filled in; an existing directory with the same digest is kept.
-    `fence` is called right before the rename, and may raise to prevent it.
+    Returns the manifest with path, digest, tensors and base filled in; an existing directory with the same digest is
+    kept. `fence` is called right before the rename, and may raise to prevent it.
     """
     target = root / f"v{manifest.version:06d}"
     digest = digest_of(source)
@@ -94,7 +125,8 @@ def write_version(
             f"{target}: already holds other weights, and a version number keeps its digest; delete that directory if "
             "it is a leftover, or start a run of another name (--set run=NAME)"
         )
-    full = msgspec.structs.replace(manifest, path=str(target), digest=digest, tensors=tensor_table(source))
+    found = {"digest": digest, "tensors": tensor_table(source), "base": base_of(source)}
+    full = msgspec.structs.replace(manifest, path=str(target), **found)
     if target.exists():
         return full
     aside = root / f".{target.name}.{secrets.token_hex(8)}.tmp"  # pids repeat across containers
@@ -118,8 +150,11 @@ def read_manifest(directory: Path) -> WeightVersion:
         raise WeightsError(f"{directory}: no readable {MANIFEST} ({error})") from error
 
 
-def verify(version: WeightVersion) -> Path:
-    """Check that a version's files are intact; returns its directory. Raises WeightsError."""
+def verify(version: WeightVersion, base: Path | None = None) -> Path:
+    """Check that a version's files are intact; returns its directory. Raises WeightsError.
+
+    `base`: the model directory that an adapter is put on; its weights must be those that it was trained on.
+    """
     directory = Path(version.path)
     if not directory.is_dir():
         raise WeightsError(f"version {version.version}: {directory} is not there; share the run's directory")
@@ -131,7 +166,34 @@ def verify(version: WeightVersion) -> Path:
         raise WeightsError(f"version {version.version}: digest {found[:12]}, registered {version.digest[:12]}")
     if tensor_table(directory) != version.tensors:
         raise WeightsError(f"version {version.version}: tensors differ from its manifest")
+    if version.base != base_of(directory):
+        raise WeightsError(f"version {version.version}: its manifest names another base than its files")
+    if version.base:
+        _check_base(version, base)
     return directory
+
+
+def _check_base(version: WeightVersion, base: Path | None) -> None:
+    if base is None:
+        raise WeightsError(f"version {version.version} is an adapter, and nothing says which model it belongs to")
+    try:
+        found = base_digest(base)
+    except OSError as error:
+        raise WeightsError(f"version {version.version}: its base {base} can't be read: {error}") from error
+    if found != version.base:
+        raise WeightsError(
+            f"version {version.version} is an adapter of the weights {version.base[:12]}, and {base} has {found[:12]}; "
+            "give every role the model that the trainer started from (model.path)"
+        )
+
+
+def base_in(root: Path, version: WeightVersion, model: str) -> Path:
+    """The directory of an adapter's base: version 0 of its run if that is still there, else `model`."""
+    first = root / "v000000"
+    with contextlib.suppress(WeightsError, OSError):
+        if base_digest(first) == version.base:
+            return first
+    return Path(model)
 
 
 def newest_number(root: Path) -> int:

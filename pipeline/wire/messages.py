@@ -323,7 +323,8 @@ class WeightVersion(Wire, frozen=True, kw_only=True, tag="weight_version"):
 
     version: int
     path: str  # directory, as seen by the workers
-    digest: str  # sha256 over the safetensors files
+    digest: str  # sha256 over the safetensors files, and an adapter's configuration
+    base: str = ""  # digest of the model that these files are an adapter of; empty: they are a whole model
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}  # name -> (dtype, shape)
     probe_token_ids: TokenArray = msgspec.field(default_factory=TokenArray)
     probe_score: float | None = None  # summed logprob (nats) of the probe tokens after the first

@@ -4,6 +4,7 @@
   tensor) and converts on load. Its conversions are used here, for both engines.
 - Tied parameters are one tensor under several names: one name suffices, and two must agree.
 - Float tensors may have another float precision; other dtypes must match exactly.
+- A version that is an adapter is merged into the files of its base as they are read.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from sluice.pipeline.errors import WeightsError
+from sluice.pipeline.weights.adapter import Adapter
 
 _DTYPES = {
     "F64": torch.float64,
@@ -153,6 +155,48 @@ class Layout:
         if not torch.equal(left, right):
             names = [next(iter(piece.sources)) for _, piece in (first, second)]
             raise WeightsError(f"{directory}: {names[0]} and {names[1]} are tied in the model, but differ here")
+
+
+class LoadedAdapter:
+    """An adapter's open file, checked against the module that it is merged into."""
+
+    def __init__(self, directory: Path, adapter: Adapter, stack: ExitStack) -> None:
+        """Raises WeightsError."""
+        self._adapter, self._files = adapter, open_weights(directory, stack)
+
+    def check(self, own: Mapping[str, torch.Tensor]) -> None:
+        """Raises WeightsError unless the module has the adapter's layers; `own` are its tensors."""
+        directory = self._adapter.directory
+        tied_names = {name for names in tied(own) if len(names) > 1 for name in names}
+        for module, shape in self._adapter.shapes.items():
+            name = f"{module}.weight"
+            if name not in own or tuple(own[name].shape) != shape:
+                had = f"shape {tuple(own[name].shape)}" if name in own else "no such layer"
+                raise WeightsError(f"{directory}: the adapter of {module} is for shape {shape}; the model has {had}")
+            if name in tied_names:
+                raise WeightsError(f"{directory}: {module} is tied in the model, and an adapter would change both")
+
+    def sources(self, pieces: Iterable[Piece]) -> dict[str, str]:
+        """Name in the files of the base -> name in the module, of what the adapter changes. Raises WeightsError if
+        those files hold a layer in another layout than the model."""
+        filled = {piece.target: piece for piece in pieces}
+        found: dict[str, str] = {}
+        for module in self._adapter.shapes:
+            piece = filled.get(f"{module}.weight")
+            if piece is None or piece.converter is not None:
+                raise WeightsError(
+                    f"{self._adapter.directory}: the model's files hold {module} in another layout than transformers; "
+                    "leave it out of trainer.lora.target_modules, or use worker.backend hf"
+                )
+            found[next(iter(piece.sources))] = piece.target
+        return found
+
+    def merged(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """The tensor of this name in the module, with what the adapter adds."""
+        module = name.removesuffix(".weight")
+        if module not in self._adapter.shapes:
+            return value
+        return self._adapter.merged(module, value, lambda part: self._files[part].get_tensor(part))
 
 
 def open_weights(directory: Path, stack: ExitStack) -> dict[str, Any]:

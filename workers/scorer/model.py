@@ -45,7 +45,8 @@ class VersionedModel:
         self._pass_tokens, self._tolerance = config.scorer.pass_tokens, config.weights.probe_tolerance
         self._model = load_model(config.model, feature_bytes=config.images.cache_mb << 20)
         prove(self._model)
-        self._weights = Weights(self._model.module, Path(config.model.path), self._total, self._model.features)
+        self._base = Path(config.model.path)
+        self._weights = Weights(self._model.module, self._base, self._total, self._model.features)
         self.version: int | None = None
 
     @property
@@ -60,7 +61,7 @@ class VersionedModel:
     @torch.inference_mode()
     def load(self, manifest: WeightVersion) -> None:
         """Verify, load and prove a version. Raises WeightsError; `version` then says what is loaded, if anything."""
-        directory = verify(manifest)
+        directory = verify(manifest, self._base)
         before, self.version = self.version, None
         try:
             self._weights.load(directory, probe_of(manifest, self.facts.dtype, self._tolerance, before))

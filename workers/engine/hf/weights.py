@@ -18,8 +18,9 @@ from safetensors import SafetensorError
 
 from sluice.pipeline.errors import RequestError, TornWeights, WeightsError
 from sluice.pipeline.images.features import ImageFeatures
+from sluice.pipeline.weights.adapter import Adapter
 from sluice.workers.engine.contracts import WeightsProbe
-from sluice.workers.engine.weight_files import Layout, open_weights
+from sluice.workers.engine.weight_files import Layout, LoadedAdapter, open_weights
 
 
 class Weights:
@@ -34,6 +35,7 @@ class Weights:
     ) -> None:
         """`features` are the model's, if it sees images: they are dropped unless the vision part stays as it is."""
         self._module, self._directory, self._score, self._features = module, directory, score, features
+        self._base = directory  # of versions that are adapters
         self.torn: TornWeights | None = None  # why they are neither the old nor the new ones
 
     def load(self, directory: Path, probe: WeightsProbe | None) -> None:
@@ -50,9 +52,8 @@ class Weights:
     def _copy(self, directory: Path) -> None:
         changed = True
         try:
-            changed = load_weights(
-                self._module, directory, frozenset() if self._features is None else self._features.names
-            )
+            watched = frozenset() if self._features is None else self._features.names
+            changed = load_weights(self._module, directory, watched, base=self._base)
         finally:
             if changed and self._features is not None:
                 self._features.forget()
@@ -84,19 +85,30 @@ class Weights:
                 raise self.torn
 
 
-def load_weights(module: torch.nn.Module, directory: Path, watched: frozenset[str] = frozenset()) -> bool:
+def load_weights(
+    module: torch.nn.Module, directory: Path, watched: frozenset[str] = frozenset(), base: Path | None = None
+) -> bool:
     """Copy the directory's tensors into the module and verify each one; whether a `watched` one changed.
 
-    Raises WeightsError with the module untouched, or TornWeights once a byte may have been copied.
+    `base`: of a directory with an adapter; its tensors are copied, with the adapter merged into them. Raises
+    WeightsError with the module untouched, or TornWeights once a byte may have been copied.
     """
+    found = Adapter.of(directory)
+    if found is not None and base is None:
+        raise WeightsError(f"{directory}: an adapter, and nothing says which model it belongs to")
+    files = directory if found is None or base is None else base
     with ExitStack() as stack:
-        sources = open_weights(directory, stack)
+        sources = open_weights(files, stack)
         layout = Layout(module)
-        pieces, changed = layout.check(directory, sources), False
+        pieces, changed = layout.check(files, sources), False
+        adapter = None if found is None else LoadedAdapter(directory, found, stack)
+        if adapter is not None:
+            adapter.check(layout.own)
         try:
             for piece in pieces:
-                for name, value in piece.tensors(module, lambda source: sources[source].get_tensor(source)).items():
+                for name, stored in piece.tensors(module, lambda source: sources[source].get_tensor(source)).items():
                     target = layout.own[name]
+                    value = stored if adapter is None else adapter.merged(name, stored)
                     changed = changed or (name in watched and not torch.equal(target, value.to(target)))
                     target.copy_(value)
                     if not torch.equal(target, value.to(target)):  # NaN is refused

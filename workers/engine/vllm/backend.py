@@ -18,11 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sluice.pipeline.config.types import ImagesConfig, ModelConfig, RepeatTerminateConfig, VllmEngineOptions
 from sluice.pipeline.errors import ConfigError, EngineError, RequestError, TornWeights, WeightsError
+from sluice.pipeline.weights.versions import ADAPTER_CONFIG
 from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from sluice.workers.engine.vllm.sequences import Sequences
 from sluice.workers.engine.vllm.startup import EngineLog, StartedEngine, start_engine
@@ -214,9 +216,9 @@ class Engine:
     async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None, parent: int | None) -> None:
         """See `contracts.Backend`."""
         assert self._weights is not None
-        names, digest = await self._weights.checked(directory)
+        files = await self._weights.checked(directory)
         async with self.sequences.paused():
-            await self._weights.load(directory, names, digest, probe)
+            await self._weights.load(directory, files, probe)
             self._version = self.sequences.version = version
             self.sequences.parent = parent
 
@@ -266,6 +268,16 @@ class Engine:
         return f"the vllm engine core died ({', '.join(ended) or 'no exit code'}): {cause}"
 
 
+@dataclass(frozen=True)
+class CheckedFiles:
+    """What the core is told to load."""
+
+    directory: Path  # of whole weights: the version's, or its base's
+    names: dict[str, str]  # name in the files -> name for vLLM
+    vision_digest: str  # "" if the engine takes no images
+    adapter: tuple[str, dict[str, str]] | None = None  # of a version that is one: directory, names (Checkpoint.adapted)
+
+
 class CoreWeights:
     """Tracks which directory the core's weights come from."""
 
@@ -273,32 +285,36 @@ class CoreWeights:
         """`vision_digest`: of the directory's vision part; "" if the engine takes no images."""
         self._engine, self._directory, self._sequences = engine, directory, sequences
         self._vision_digest = vision_digest
+        self._base = directory  # of versions that are adapters
         self.images_kept = 0
 
-    async def checked(self, directory: Path) -> tuple[dict[str, str], str]:
-        """(Name in the files -> name for vLLM, digest of the vision part).
+    async def checked(self, directory: Path) -> CheckedFiles:
+        """Raises WeightsError for files that don't fill the model exactly."""
+        return await asyncio.to_thread(self._checked, directory)
 
-        Raises WeightsError for files that don't fill the model exactly.
-        """
-        checkpoint = self._engine.checkpoint
-        names = await asyncio.to_thread(checkpoint.names_for, directory)
-        return names, await asyncio.to_thread(checkpoint.vision_digest, directory) if self._vision_digest else ""
+    def _checked(self, directory: Path) -> CheckedFiles:
+        checkpoint, adapter, files = self._engine.checkpoint, None, directory
+        if (directory / ADAPTER_CONFIG).is_file():
+            files, adapter = self._base, (str(directory), checkpoint.adapted(self._base, directory))
+        names = checkpoint.names_for(files)
+        return CheckedFiles(files, names, checkpoint.vision_digest(files) if self._vision_digest else "", adapter)
 
-    async def load(self, directory: Path, names: dict[str, str], digest: str, probe: WeightsProbe | None) -> None:
-        """`names` and `digest` are from `checked`.
+    async def load(self, directory: Path, files: CheckedFiles, probe: WeightsProbe | None) -> None:
+        """`files` are from `checked`.
 
         Raises WeightsError if the old weights are in place, TornWeights if neither are."""
         score, whole = self._sequences.score_in_pause, self._sequences.torn is None
         before = await self._before(probe) if whole else None
         self._sequences.torn = TornWeights(f"loading {directory} was interrupted; load a version again")
         try:
-            await self._copy(directory, names, keep_encoded=whole and digest != "" and digest == self._vision_digest)
+            same = files.vision_digest != "" and files.vision_digest == self._vision_digest
+            await self._copy(files, keep_encoded=whole and same)
             if probe and (refusal := probe.refusal(directory, before, await score(probe.token_ids))):
                 raise TornWeights(refusal)
         except TornWeights as error:
             await self._restore(error, probe, before, whole=whole)
             raise WeightsError(f"{error}; the weights of {self._directory} were restored") from error
-        self._directory, self._vision_digest, self._sequences.torn = directory, digest, None
+        self._directory, self._vision_digest, self._sequences.torn = directory, files.vision_digest, None
 
     async def _before(self, probe: WeightsProbe | None) -> float | None:
         try:
@@ -312,8 +328,9 @@ class CoreWeights:
         torn: TornWeights | None = None if whole else cause
         try:
             if whole:
-                names, self._vision_digest = await self.checked(self._directory)
-                await self._copy(self._directory, names, keep_encoded=False)
+                files = await self.checked(self._directory)
+                self._vision_digest = files.vision_digest
+                await self._copy(files, keep_encoded=False)
         except WeightsError as error:
             torn = TornWeights(f"{cause}; the old weights cannot be restored either: {error}")
         if torn is None and probe is not None and before is not None:
@@ -324,10 +341,10 @@ class CoreWeights:
         if torn is not None:
             raise torn
 
-    async def _copy(self, directory: Path, names: dict[str, str], *, keep_encoded: bool) -> None:
-        llm, or_dead = self._engine.llm, self._sequences.or_dead
+    async def _copy(self, files: CheckedFiles, *, keep_encoded: bool) -> None:
+        llm, or_dead, directory = self._engine.llm, self._sequences.or_dead, files.directory
         try:
-            args = (str(directory), names, keep_encoded)
+            args = (str(directory), files.names, keep_encoded, files.adapter)
             counts: list[int] = await or_dead(llm.collective_rpc("sluice_load_weights", args=args))
             self.images_kept = max(counts) if keep_encoded else 0
             # Anything computed with other weights must not be read.

@@ -14,7 +14,8 @@ import transformers
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import ModelError, WeightsError
 from sluice.pipeline.images.features import vision_tensors
-from sluice.workers.engine.weight_files import Layout, Piece, open_weights, tied
+from sluice.pipeline.weights.adapter import Adapter
+from sluice.workers.engine.weight_files import Layout, LoadedAdapter, Piece, open_weights, tied
 from sluice.workers.model_files import has_vision
 
 
@@ -68,6 +69,21 @@ class Checkpoint:
                     f"{directory}: {next(iter(piece.sources))} has another layout than {next(iter(start.sources))}, "
                     "with which vLLM was started; publish weights as save_pretrained writes them"
                 )
+        return names
+
+    def adapted(self, base: Path, directory: Path) -> dict[str, str]:
+        """Name in the base's files -> name in transformers' model, of what the adapter of the directory changes.
+
+        Raises WeightsError for an adapter that doesn't belong to this model.
+        """
+        if (found := Adapter.of(directory)) is None or self._layout is None:
+            raise WeightsError(f"{directory}: cannot check the adapter against the model: {self._unknown}")
+        with ExitStack() as stack:
+            adapter = LoadedAdapter(directory, found, stack)
+            adapter.check(self._layout.own)
+            names = adapter.sources(self._layout.pieces(open_weights(base, stack))[0])
+        if seen := sorted(self._vision & set(names.values())):
+            raise WeightsError(f"{directory}: {seen[0]} is of the vision part; use worker.backend hf")
         return names
 
     def vision_digest(self, directory: Path) -> str:

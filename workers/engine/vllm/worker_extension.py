@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from sluice.pipeline.errors import TornWeights
-from sluice.workers.engine.weight_files import open_weights
+from sluice.pipeline.weights.adapter import Adapter
+from sluice.workers.engine.weight_files import LoadedAdapter, open_weights
 from sluice.workers.guard.requests import GuardRequests
 from sluice.workers.guard.vllm import WorkerRepeatTerminate
 
@@ -25,10 +26,19 @@ class WorkerExtension:
 
     model_runner: Any
 
-    def sluice_load_weights(self, directory: str, names: dict[str, str], keep_encoded: bool) -> int:
+    def sluice_load_weights(
+        self,
+        directory: str,
+        names: dict[str, str],
+        keep_encoded: bool,
+        adapter: tuple[str, dict[str, str]] | None = None,
+    ) -> int:
         """Load each tensor of the directory's safetensors under its name in `names`.
 
         `keep_encoded`: the vision part stays the same, so encoded images stay valid; returns how many there are.
+        `adapter`: of a version that is one, its directory and what it changes: name in the files -> name in
+        transformers' model. It is merged into these tensors.
+
         Raises TornWeights if a layer wasn't filled, after all layers are usable again.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -37,10 +47,12 @@ class WorkerExtension:
         wanted = _elements(model)
         with ExitStack() as stack:
             sources = open_weights(Path(directory), stack)
+            merged, adapted = _merging(adapter, stack)
 
             def tensors() -> Iterator[tuple[str, Any]]:
                 for source, name in names.items():
-                    yield name, sources[source].get_tensor(source)
+                    tensor = sources[source].get_tensor(source)
+                    yield name, merged(adapted[source], tensor) if source in adapted else tensor
 
             initialize_layerwise_reload(model)
             try:
@@ -107,6 +119,14 @@ class WorkerExtension:
         if (batch := getattr(self.model_runner, "input_batch", None)) is not None:
             loaded += batch.logitsprocs.all
         return next((one.requests for one in loaded if isinstance(one, WorkerRepeatTerminate)), None)
+
+
+def _merging(adapter: tuple[str, dict[str, str]] | None, stack: ExitStack) -> tuple[Any, dict[str, str]]:
+    """(what merges a tensor, the names that it is for)."""
+    found = None if adapter is None else Adapter.of(Path(adapter[0]))
+    if adapter is None or found is None:
+        return None, {}
+    return LoadedAdapter(found.directory, found, stack).merged, adapter[1]
 
 
 def _elements(model: Any) -> dict[str, int]:

@@ -1,0 +1,90 @@
+"""A LoRA adapter as a version: peft's two files, and how they change a model's weights.
+
+    adapter_config.json          rank, alpha, target modules
+    adapter_model.safetensors    A [rank, in] and B [out, rank] of each module; its header names the base by digest
+
+A version with an adapter is merged into the base wherever it is loaded: W = W_base + alpha / rank · B·A, in float32.
+The trainer keeps the two apart, which gives the same numbers up to rounding; the probe of each version checks that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sluice.pipeline.errors import MessageError, WeightsError
+from sluice.pipeline.weights.versions import ADAPTER_CONFIG, tensor_table
+from sluice.pipeline.wire.codec import read_json
+
+ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
+_PREFIX = "base_model.model."  # peft's, before each module's name
+
+
+class _Settings(msgspec.Struct):
+    """What decides how an adapter is merged; the rest of peft's configuration doesn't."""
+
+    r: int
+    lora_alpha: float
+    peft_type: str = "LORA"
+    use_rslora: bool = False
+    use_dora: bool = False
+    fan_in_fan_out: bool = False
+    bias: str = "none"
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    modules_to_save: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of a directory, by the names of the modules in memory."""
+
+    directory: Path
+    rank: int
+    scale: float
+    shapes: Mapping[str, tuple[int, int]]  # module -> (out, in) of its weight
+
+    @classmethod
+    def of(cls, directory: Path) -> Adapter | None:
+        """None for a whole model. Raises WeightsError for files that aren't those of a plain LoRA adapter."""
+        file = directory / ADAPTER_CONFIG
+        if not file.is_file():
+            return None
+        try:
+            found = msgspec.convert(read_json(file.read_bytes(), dict[str, Any], "it"), _Settings)
+        except (OSError, MessageError, msgspec.MsgspecError) as error:
+            raise WeightsError(f"{file}: cannot be used ({error})") from error
+        plain = _Settings(r=found.r, lora_alpha=found.lora_alpha)
+        if odd := [name for name in found.__struct_fields__ if getattr(found, name) != getattr(plain, name)]:
+            raise WeightsError(f"{file}: {odd[0]} {getattr(found, odd[0])}: only plain LoRA adapters can be merged")
+        if found.r < 1:
+            raise WeightsError(f"{file}: r must be at least 1, got {found.r}")
+        return cls(directory, found.r, found.lora_alpha / found.r, _shapes(directory, found.r))
+
+    def merged(self, module: str, weight: Any, get: Callable[[str], Any]) -> Any:
+        """The weight of a module [out, in] with its adapter, float32; `get` reads a tensor of the adapter's file."""
+        down, up = (get(tensor_name(module, part)).float() for part in "AB")
+        return weight.float() + self.scale * (up @ down)
+
+
+def tensor_name(module: str, part: str) -> str:
+    """In the adapter's file; `part` is A or B."""
+    return f"{_PREFIX}{module}.lora_{part}.weight"
+
+
+def _shapes(directory: Path, rank: int) -> dict[str, tuple[int, int]]:
+    table = {name: shape for name, (_, shape) in tensor_table(directory).items()}
+    modules = sorted(name.removeprefix(_PREFIX).removesuffix(".lora_A.weight") for name in table if ".lora_A." in name)
+    shapes: dict[str, tuple[int, int]] = {}
+    for module in modules:
+        down, up = table.pop(tensor_name(module, "A"), ()), table.pop(tensor_name(module, "B"), ())
+        if len(down) != 2 or len(up) != 2 or down[0] != rank or up[1] != rank:
+            raise WeightsError(f"{directory}: the adapter of {module} has shapes {down} and {up}, and rank {rank}")
+        shapes[module] = up[0], down[1]
+    if table or not shapes:
+        raise WeightsError(f"{directory}: {next(iter(table), 'nothing')} is no part of a LoRA adapter of linear layers")
+    return shapes
