@@ -52,6 +52,7 @@ _MOODS: dict[str, Mood] = {
     WaitKind.VERSIONS: "loading", WaitKind.PROMPTS: "loading", WaitKind.IMAGES: "loading",
     WaitKind.JOBS: "idle", WaitKind.RESULTS: "idle", WaitKind.BATCHES: "idle", WaitKind.SCORE_JOBS: "idle",
     WaitKind.REQUESTS: "idle", WaitKind.ROLLOUTS: "idle", WaitKind.SCORES: "idle", WaitKind.REWARDS: "idle",
+    WaitKind.NEXT_VERSION: "idle", WaitKind.ANSWERS: "idle",
 }  # fmt: skip
 _COUNTED = {"worker": "tokens", "consumer": "handed", "trainer": "samples", "scorer": "scored"}  # facts
 UNITS = {

@@ -188,7 +188,7 @@ class Evaluator:
                 await self._store()
             if is_over:
                 return None
-            self._role.status.waiting(WaitKind.VERSIONS)
+            self._role.status.waiting(WaitKind.NEXT_VERSION)
             if not await self._role.nap(_POLL_S):
                 return None
         return None

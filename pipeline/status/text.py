@@ -24,6 +24,7 @@ _WAITS: dict[WaitKind, str] = {
     WaitKind.IMAGES: "the images of {count} samples",
     WaitKind.SCORE_JOBS: "score jobs (none is ready)",
     WaitKind.SCORES: "score jobs: {count} of {subject}",
+    WaitKind.NEXT_VERSION: "the next version to evaluate",
     WaitKind.ANSWERS: "{count} answers to held-out prompts under {subject}",
     WaitKind.REQUESTS: "requests",
     WaitKind.PEER: "{subject}",

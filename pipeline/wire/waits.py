@@ -35,6 +35,7 @@ class WaitKind(StrEnum):
     IMAGES = "images"  # those of the samples that the trainer takes
     SCORE_JOBS = "score_jobs"
     SCORES = "scores"  # answers to the trainer's score jobs
+    NEXT_VERSION = "next_version"  # one that is due to be evaluated
     ANSWERS = "answers"  # to held-out prompts
     REQUESTS = "requests"
     PEER = "peer"  # a server that another process runs
