@@ -343,7 +343,13 @@ def read_state(run_dir: Path) -> TrainerState:
 
 def model_of(run_dir: Path) -> Path | None:
     """The directory with the weights of that state, or of the newest version before it; None before the first."""
-    return _durable(run_dir)[1]
+    found = _durable(run_dir)[1]
+    if found is not None and not has_model(found):
+        raise ModelError(
+            f"{found}: the weights are in the parts of several ranks; `sluice train` with --set "
+            "trainer.publish_every=1 writes them whole at its next step"
+        )
+    return found
 
 
 def _durable(run_dir: Path) -> tuple[TrainerState, Path | None]:

@@ -385,10 +385,9 @@ class TrainerForward:
         was_training = self.model.training
         self.model.train(was_training and not plain and not _has_dropout(self.model))
         try:
-            ids = torch.from_numpy(packed.input_ids).to(self.model.device)
-            if plain:
-                return row_logprobs(RowLogits(self._forward(packed, Layout.single, plain=True)), ids)
-            return row_logprobs(self._logits(packed, layout), ids)
+            found = self._forward(packed, Layout.single, plain=True) if plain else None
+            logits = self._logits(packed, layout) if found is None else RowLogits(found)
+            return row_logprobs(logits, torch.from_numpy(packed.input_ids).to(logits.device))
         finally:
             self.model.train(was_training)
 

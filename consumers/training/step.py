@@ -171,9 +171,10 @@ class TrainStep:
         try:
             with torch.no_grad():
                 for packed in self._micro_batches(samples):
-                    token_ids = torch.from_numpy(packed.input_ids).to(self.model.device)
-                    temperatures = temperature_rows(samples, packed, self.model.device)
-                    logprobs = row_logprobs(self._forward.logits(packed), token_ids, temperatures).tolist()
+                    logits = self._forward.logits(packed)
+                    token_ids = torch.from_numpy(packed.input_ids).to(logits.device)
+                    temperatures = temperature_rows(samples, packed, logits.device)
+                    logprobs = row_logprobs(logits, token_ids, temperatures).tolist()
                     for place in packed.places:
                         found = logprobs[place.row][place.start : place.start + place.length]
                         scores[place.sample] = [0.0, *found[1:]] if found else []
@@ -228,7 +229,7 @@ class TrainStep:
             logits,
             torch.tensor(rows, device=logits.device),
             torch.tensor(positions, device=logits.device),
-            self._coord_ids,
+            self._coord_ids.to(logits.device),
         )
         truth = torch.from_numpy(np.asarray(boxes, dtype=np.float32) / 999.0).to(logits.device)
         config = self._config

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import signal
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Sequence
@@ -355,6 +356,8 @@ async def train(config: Config) -> None:
             async with shards.ranks.kept():
                 await _train(config, shards, shards.ranks)
         else:
+            for number in (signal.SIGTERM, signal.SIGINT):  # sent to all ranks; rank 0 says when the others are done
+                signal.signal(number, signal.SIG_IGN)
             await asyncio.to_thread(_follow, config, shards, shards.ranks)
 
 

@@ -403,6 +403,24 @@ def _flow(config: Config) -> Iterator[tuple[bool, str]]:
     )
 
 
+def _ranks(config: Config) -> Iterator[tuple[bool, str]]:
+    """What a trainer of several processes leaves out."""
+    trainer = config.trainer
+    if trainer.ranks == 1:
+        return
+    for key, value, why in (
+        ("dropout", False, "checkpoints hold the random state of one process"),
+        ("claim_gpu", False, "it claims one GPU"),
+        ("optimizer", "adamw", "the others can't be sharded"),
+    ):
+        found = getattr(trainer, key)
+        yield (
+            found == value,
+            f"trainer.{key} {_shown(found)} with trainer.ranks {trainer.ranks}: {why}; set it to {_shown(value)}",
+        )
+    yield not config.deterministic, f"deterministic with trainer.ranks {trainer.ranks}: sums depend on it; set it to 1"
+
+
 def _deterministic(config: Config) -> Iterator[tuple[bool, str]]:
     """What `deterministic` needs: what is left to time or to a neighbour in a pass changes bits."""
     if not config.deterministic:
@@ -687,7 +705,7 @@ def _policy_and_others(config: Config) -> Iterator[tuple[bool, str]]:
     )
 
 
-_BETWEEN = (_flow, _policy_and_others, _deterministic, _evaluation_and_others)
+_BETWEEN = (_flow, _policy_and_others, _ranks, _deterministic, _evaluation_and_others)
 
 REWARD_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}"
 MAX_REWARD_PARTS = 32  # of one run: each is a metric

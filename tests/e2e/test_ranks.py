@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from sluice.bench.ranks import CASES, gradient_errors
 from sluice.consumers.training.trainer import train
 from sluice.pipeline.config import load_config
 from tests.e2e.fixtures import MakeStack, detection_rows
-from tests.e2e.processes import BIN, Process
+from tests.e2e.processes import BIN, Process, wait_gone
 from tests.e2e.ready_batches import STEPS, TOLERANCE, apart, ready_run
-from tests.e2e.stack import Stack
+from tests.e2e.stack import STOPPED, Stack
 
 FSDP = Path(__file__).parents[2] / "configs/accelerate/fsdp.yaml"
 
@@ -87,3 +88,16 @@ def test_each_sample_of_a_run_is_trained_once(make_stack: MakeStack) -> None:
         stack.start(role)
     stack.finish()
     stack.assert_exactly_once()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_process_that_started_them(make_stack: MakeStack, number: signal.Signals) -> None:
+    stack = make_stack(detection_rows(1), trainer={"ranks": 2})
+    trainer = stack.start("train")
+    trainer.expendable = True
+    stack.wait(lambda _: "event=published version=0" in trainer.text(), "the first version", 300)
+    trainer.signal(number)
+    assert trainer.wait() == {signal.SIGTERM: STOPPED, signal.SIGKILL: -signal.SIGKILL}[number], trainer.tail()
+    wait_gone(stack.mark, 60)
+    assert "ranks were not told of the end" not in trainer.text()
+    assert not stack.litter()

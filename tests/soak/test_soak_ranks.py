@@ -9,7 +9,7 @@ from tests.dying_rank import PHASES
 from tests.e2e.fixtures import MakeStack
 from tests.e2e.ready_batches import ready_run
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(7200)]
 RANKS = 4
 
 

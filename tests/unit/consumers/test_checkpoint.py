@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -228,3 +229,14 @@ def test_a_line_that_is_torn_or_no_text_costs_that_line(tmp_path: Path) -> None:
     StepLog(path).cut_after(2)
     assert path.read_bytes().endswith(b'}\n{"step": 2}\n'), "the torn one is gone, the others keep their places"
     assert read_steps(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_weights_in_the_parts_of_ranks_are_no_model_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints/step-000001/trainer"
+    directory.mkdir(parents=True)
+    state = checkpoint.TrainerState(step=1, version_step=0)
+    (directory / "state.json").write_bytes(msgspec.json.encode(state))
+    with pytest.raises(ModelError, match="in the parts of several ranks"):
+        checkpoint.model_of(tmp_path)
+    (directory.parent / "model.safetensors").touch()
+    assert checkpoint.model_of(tmp_path) == directory.parent

@@ -42,6 +42,8 @@ ON = ["policy.enabled=true", "producer.group_size=4", "producer.samples_per_vers
         ),
         ("trainer.minibatches=0", "trainer.minibatches must be > 0"),
         ("trainer.ranks=0", "trainer.ranks must be > 0"),
+        ("trainer.ranks=2 trainer.dropout=true", "trainer.dropout true with trainer.ranks 2"),
+        ("trainer.ranks=2 trainer.optimizer=muon", "trainer.optimizer muon with trainer.ranks 2"),
         ("trainer.rank_timeout_s=0", "trainer.rank_timeout_s must be > 0"),
         ("trainer.minibatches=3", "trainer.minibatches 3 is above 2, the groups in a batch"),
         ("policy.kl_coef=-1", "policy.kl_coef -1.0 must be a finite number"),
