@@ -37,6 +37,7 @@ class FarSide:
         self.posted: list[Body] = []
         self.headers: list[tuple[str, str | None]] = []
         self.finished: list[tuple[str, str]] = []
+        self.rewards: list[float | None] = []  # of these, as they came
         self.running = self.most = 0
         self._runners: list[web.AppRunner] = []
 
@@ -100,8 +101,10 @@ class FarSide:
 
     async def _finish(self, request: web.Request) -> web.Response:
         self._note(request)
-        status = (await request.json())["final_status"]
+        body = await request.json()
+        status = body["final_status"]
         self.finished.append((request.match_info["id"], status))
+        self.rewards.append(body["reward"])
         return web.json_response({"state": await self.close(request.match_info["id"], status)})
 
     async def close(self, rollout_id: str, status: str) -> str:

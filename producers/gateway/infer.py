@@ -88,19 +88,21 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise MessageError(f"request_config: {error}") from error
 
 
-class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt; unknown fields are ignored."""
+class InferRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One prompt."""
 
     messages: list[Message]
     images: list[str] = []
     audios: list[Any] = []
     videos: list[Any] = []
     tools: list[Any] | None = None
+    objects: dict[str, Any] | None = None  # boxes that a template would write
     uuid: str | None = None  # the caller's own name for it
+    data_dict: dict[str, Any] | None = None  # the caller's own columns
 
     def __post_init__(self) -> None:
         check_messages(self.messages)
-        for name in ("audios", "videos", "tools"):
+        for name in ("audios", "videos", "tools", "objects"):
             if getattr(self, name):
                 raise ValueError(f"{name} are not supported; remove them")
 

@@ -231,6 +231,15 @@ async def test_a_busy_server_is_left_some_peace_whatever_it_says(
     assert (await state()).dropped == 1
 
 
+async def test_the_reward_of_an_answer_goes_to_the_gateway(make_config: MakeConfig, far: FarSide) -> None:
+    def script(_: int, body: Body) -> web.Response:
+        return answer(body, reward=0.5) if body["metadata"]["row"] == "1" else answer(body)
+
+    far.script = script
+    await asyncio.wait_for(produce(await make_config(2)), 20)
+    assert sorted(far.rewards, key=str) == [0.5, None]
+
+
 async def test_an_error_is_finished_as_one_and_the_run_goes_on(
     make_config: MakeConfig, far: FarSide, state: Look
 ) -> None:

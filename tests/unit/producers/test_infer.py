@@ -22,6 +22,9 @@ def cut(**changes: Any) -> SequenceResult:
     return sequence_result("r:1", response_mask=Runs.of([1, 1, 0]), **{**fields, **changes})
 
 
+ASKED = {"messages": [{"role": "user", "content": "x"}]}
+
+
 def call(**body: Any) -> bytes:
     return json.dumps({"infer_requests": [{"messages": [{"role": "user", "content": "hi"}]}], **body}).encode()
 
@@ -92,12 +95,28 @@ def test_options_are_the_callers_over_those_of_the_run() -> None:
         (call(request_config={"n": 0}), "n must be"),
         (call(infer_requests=[{"messages": []}]), "`messages` is empty"),
         (call(infer_requests=[{"messages": [{"role": "user", "content": "x"}], "videos": ["v"]}]), "videos"),
+        (call(infer_requests=[{**ASKED, "objects": {"bbox": [[1, 2, 3, 4]]}}]), "objects are not supported"),
+        (call(infer_requests=[{**ASKED, "temperature": 0}]), "temperature"),
         (call(infer_requests="x"), r"\$\.infer_requests"),
     ],
 )
 def test_a_call_that_cannot_be_honoured_says_why(body: bytes, words: str) -> None:
     with pytest.raises(MessageError, match=words):
         read_call(body)
+
+
+def test_what_a_client_writes_out_unasked_is_accepted() -> None:
+    sent = {
+        **ASKED,
+        "images": [],
+        "audios": [],
+        "videos": [],
+        "tools": None,
+        "objects": {},
+        "uuid": "u",
+        "data_dict": {},
+    }
+    assert read_call(call(infer_requests=[sent])).infer_requests[0].uuid == "u"
 
 
 def test_values_out_of_range_are_refused() -> None:
