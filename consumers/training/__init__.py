@@ -5,6 +5,6 @@
                   │   └────▶ session_thread ──▶ handoff (`Rollouts`: your own training loop)
                   └──▶ step_log, trackers · checkpoint · weight versions
 
-`images` has the pixels of the samples in hand. `model` loads and writes models; `distributed` shards them under
-`accelerate launch`.
+`images` has the pixels of the samples in hand. `lora` puts adapters into the policy. `model` loads and writes models;
+`distributed` shards them under `accelerate launch`.
 """

@@ -4,6 +4,8 @@
              again, if a kill undid later steps)
     worker:  latest ─▶ verify(digest, names, shapes, dtypes) ─▶ load ─▶ probe score
 
+adapter: a version that is a LoRA adapter, and how it changes its base.
+
 line: which of them are live, and which was published from which.
 
 agreement: when two passes of one model over the same tokens agree; used by every model proof.
