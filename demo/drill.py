@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from sluice.consumers.evaluation.answers import FOLDER, evaluations, read_answers
 from sluice.consumers.history.curves import LineFile, Score, score_of
+from sluice.demo.evaluator import record
 from sluice.demo.heldout import SEED
 from sluice.demo.kill_cost import Kill
 from sluice.demo.tasks import DemoTask
@@ -18,6 +22,7 @@ from sluice.pipeline.status.snapshot import Snapshot
 
 _KILL_AT, _KILL_LATEST = 0.25, 0.5  # of the sequences decoded
 _FRESH_S = 0.5
+EVALUATED = "eval/sequences"  # in every line of the run's evaluator
 _VICTIM = "worker-1"
 
 
@@ -43,9 +48,12 @@ class Drill:
         self.timeline: list[Moment] = []
         self._armed = kill and config.worker.count > 1
         self._started = time.monotonic()
+        self._problems: Sequence[Any] = ()
 
     def processes(self) -> dict[str, list[str]]:
-        """The evaluator, which runs next to the roles."""
+        """An evaluator of the demo's own, where the run has none."""
+        if self.config.eval.data:
+            return {}
         versions = self.evals.parent / "weights"
         arguments = [self.task.name, str(versions), str(self.evals), str(self.task.num_followed), str(SEED)]
         return {"evaluator": [sys.executable, "-m", "sluice.demo.evaluator", *arguments]}
@@ -53,7 +61,22 @@ class Drill:
     def scores(self) -> list[Score]:
         """Held-out scores so far, as they were written. Others may append theirs to the file: those are left out."""
         self._scores.refresh()
+        if self.config.eval.data and self._record_new():
+            self._scores.refresh()
         return [score for score in self._scores.rows if self.task.metric in score.values]
+
+    def _record_new(self) -> bool:
+        """Score what the run's evaluator has finished by the demo's own measure: F1 at another IoU, say."""
+        rows: list[Score] = self._scores.rows
+        known = {one.version for one in rows if self.task.metric in one.values}
+        new = [one for one in rows if EVALUATED in one.values and one.version not in known]
+        files = dict(evaluations(self.evals.parent / FOLDER)) if new else {}
+        for one in new:
+            texts = {given.row: given.text for given in read_answers(files[one.version])}
+            self._problems = self._problems or self.task.heldout(self.task.num_followed, SEED)
+            answers = [texts.get(row, "") for row in range(len(self._problems))]
+            record(self.task, self.evals, one.version, one.at, self._problems, answers)
+        return bool(new)
 
     async def watch(self, now: Snapshot, supervisor: Supervisor, progress: Progress) -> None:
         """Update timeline and score, and kill the worker when it's time."""

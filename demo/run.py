@@ -72,6 +72,8 @@ def _run(task: DemoTask, directory: Path, options: Options) -> tuple[int, dict[s
     config = _config(task, directory, warm, options)
     run_dir = Path(config.run_dir) / config.run
     task.write_data(Path(config.data.path), config.data.limit or 1, options.seed + 1)
+    if task.write_heldout is not None:
+        task.write_heldout(Path(config.eval.data), task.num_followed, SEED)
     drill = Drill(task, config, run_dir / EVALS, kill=options.kill)
     pipeline_started = time.monotonic()
     try:
@@ -138,6 +140,8 @@ def _config(task: DemoTask, directory: Path, warm: Path, options: Options) -> Co
         f"worker.count={options.workers}",
     ]
     overrides += [] if options.prompts is None else [f"data.limit={options.prompts}"]
+    if task.write_heldout is not None:
+        overrides += [f"eval.data={run_dir / run / 'heldout' / 'heldout.jsonl'}"]
     overrides += [f"images.roots=[{run_dir / run}]"] if task.images else []
     config = load_config(task.config_path(), overrides)
     if config.rollout.url is None:

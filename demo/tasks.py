@@ -46,7 +46,7 @@ class DemoTask:
     metric_title: str
     metric_meaning: str  # what is counted, after "N held-out problems, decoded greedily: "
     rollouts: RolloutLine
-    num_heldout: int  # problems before and after; the evaluator alongside the run scores the first half
+    num_heldout: int  # problems before and after; the first half is scored during the run
     max_new_tokens: int
     mid_sequence: bool  # the summary counts the updates that landed inside a sequence
     made: str  # template of the paragraph that says how it was made
@@ -57,6 +57,8 @@ class DemoTask:
     score: Callable[[Sequence[Any], Sequence[Any]], dict[str, float]]  # answers, problems; holds `metric`
     problem_view: Callable[[Any], ProblemView]
     answer_view: Callable[[Any, Any], AnswerView]  # problem, answer
+    # As write_data, for `eval.data`; None: an evaluator of the demo's own follows the run, as `eval` has no rollouts
+    write_heldout: Callable[[Path, int, int], Path] | None = None
     answers: Callable[[Path, Sequence[Any]], Sequence[Any]] | None = None  # model, problems; None: one text each
     images: Callable[[Any], tuple[Any, ...]] | None = None  # PIL images of a problem; None: its prompt has none
     model: str = "Qwen3"  # as the report names it

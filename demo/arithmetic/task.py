@@ -17,6 +17,10 @@ def _write(path: Path, count: int, seed: int) -> Path:
     return write_jsonl(path, "train", count, seed)
 
 
+def _write_heldout(path: Path, count: int, seed: int) -> Path:
+    return write_jsonl(path, "heldout", count, seed)
+
+
 def _heldout(count: int, seed: int) -> list[Problem]:
     """The held-out problems; none is ever trained on."""
     return list(problems("heldout", count, seed))
@@ -56,6 +60,7 @@ TASK = DemoTask(
     ensure_warm_start=lambda cache, on_progress: ensure_warm_start(cache, on_progress=on_progress),
     write_data=_write,
     heldout=_heldout,
+    write_heldout=_write_heldout,
     messages=messages_of,
     score=_score,
     problem_view=_problem_view,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sluice.demo.digits.data import messages_of
+from sluice.demo.digits.data import messages_of, write_jsonl
 from sluice.demo.digits.evaluate import detection_f1
 from sluice.demo.digits.pictures import answer_view, problem_view, write_with_pictures
 from sluice.demo.digits.scenes import Scene, scenes
@@ -15,6 +15,10 @@ from sluice.demo.tasks import DemoTask, RolloutLine
 
 def _write(path: Path, count: int, seed: int) -> Path:
     return write_with_pictures(path, "train", count, seed)
+
+
+def _write_heldout(path: Path, count: int, seed: int) -> Path:
+    return write_jsonl(path, "heldout", count, seed)
 
 
 def _heldout(count: int, seed: int) -> list[Scene]:
@@ -46,6 +50,7 @@ TASK = DemoTask(
     ensure_warm_start=lambda cache, on_progress: ensure_warm_start(cache, on_progress=on_progress),
     write_data=_write,
     heldout=_heldout,
+    write_heldout=_write_heldout,
     messages=messages_of,
     score=_score,
     problem_view=problem_view,

@@ -37,15 +37,15 @@ def pictured_scenes(split: Split, count: int, seed: int) -> Iterator[Scene]:
     return scenes(split, count, seed, CANVAS)
 
 
-def write_jsonl(path: Path, split: Split, count: int, seed: int) -> Path:
-    """Write `count` records to `path`, and the scenes in a folder beside it."""
+def write_jsonl(path: Path, split: Split, count: int, seed: int, beside: str = "") -> Path:
+    """Write `count` records to `path`, and the scenes in a folder beside it; `beside`: where that is from the root."""
 
     def records() -> Iterator[dict[str, Any]]:
         for index, scene in enumerate(pictured_scenes(split, count, seed)):
             yield {
                 "id": f"pictures-{split}-{seed}-{index:06d}",
                 "messages": messages_of(scene),
-                "images": [save_picture(path, index, scene, SCALE)],
+                "images": [beside + save_picture(path, index, scene, SCALE)],
                 "truth": scene.objects,
             }
 

@@ -17,6 +17,10 @@ def _write(path: Path, count: int, seed: int) -> Path:
     return write_jsonl(path, "train", count, seed)
 
 
+def _write_heldout(path: Path, count: int, seed: int) -> Path:
+    return write_jsonl(path, "heldout", count, seed, f"{path.parent.name}/")
+
+
 def _heldout(count: int, seed: int) -> list[Scene]:
     """The held-out scenes; their digits appear in no training scene."""
     return list(pictured_scenes("heldout", count, seed))
@@ -37,6 +41,7 @@ TASK = replace(
     ensure_warm_start=lambda cache, on_progress: ensure_warm_start(cache, on_progress=on_progress),
     write_data=_write,
     heldout=_heldout,
+    write_heldout=_write_heldout,
     messages=messages_of,
     images=_images,
     threads=1,  # its many small operations gain nothing from a second
