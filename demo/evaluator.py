@@ -1,7 +1,8 @@
 """Held-out score of weight versions, decoded greedily by the pipeline's engine.
 
 As a process (`python -m sluice.demo.evaluator TASK VERSIONS_DIR OUT.jsonl COUNT SEED`) it follows a run that has no
-`eval.data` (rollouts): it scores each newest version, at low priority. Held-out problems are generated here; no other process ever sees them.
+`eval.data`, one of rollouts: it scores each newest version, at low priority. Held-out problems are generated here; no
+other process ever sees them.
 """
 
 from __future__ import annotations
