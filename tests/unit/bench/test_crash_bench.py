@@ -42,6 +42,7 @@ def test_counts_are_checked() -> None:
         Plan.of(kills=-1)
 
 
+@pytest.mark.timeout(600)  # two whole runs; the second starts six processes more
 def test_a_run_with_each_role_killed_is_bitwise_equal_to_one_without(tmp_path: Path) -> None:
     found = run_bench(tmp_path, "crash", "--quick", timeout=580)
     assert found["differences"] == []
@@ -50,5 +51,5 @@ def test_a_run_with_each_role_killed_is_bitwise_equal_to_one_without(tmp_path: P
     assert all(found["kills_by_role"][role] for role in ROLES), found["kills_by_role"]
     assert found["kills_between"], "no trainer died between a version and its checkpoint"
     assert 0 < found["extra_tokens_share"] <= found["extra_tokens_share_most"] < 1
-    assert found["sequences"] == 64
+    assert found["sequences"] == 48
     assert left_behind(tmp_path) == ["model"]
