@@ -50,6 +50,6 @@ def test_a_run_with_each_role_killed_is_bitwise_equal_to_one_without(tmp_path: P
     assert found["kills"] == Plan.QUICK["kills"] == sum(found["kills_by_role"].values())
     assert all(found["kills_by_role"][role] for role in ROLES), found["kills_by_role"]
     assert found["kills_between"], "no trainer died between a version and its checkpoint"
-    assert 0 < found["extra_tokens_share"] <= found["extra_tokens_share_most"] < 1
+    assert 0 <= found["extra_tokens_share"] <= found["extra_tokens_share_most"] < 1
     assert found["sequences"] == 48
     assert left_behind(tmp_path) == ["model"]
