@@ -39,7 +39,7 @@ def train(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     With `trainer.ranks` it starts a process for each rank. torchrun and `accelerate launch` may start them as well.
 
     Example: `sluice train -c configs/text.yaml`
-    Example: `torchrun --nproc-per-node 2 --no-python sluice train -c configs/text.yaml`
+    Example: `sluice train -c configs/text.yaml --set trainer.ranks=2`
     """
     import asyncio
 
