@@ -47,8 +47,7 @@ def on_ranks(stack: Stack, ranks: int, until: int) -> str:
 
 
 def test_a_run_goes_on_with_any_number_of_ranks(make_stack: MakeStack) -> None:
-    kept = {"weights": {"retention": 10}}
-    plain, spread = ready_run(make_stack, **kept), ready_run(make_stack, **kept)
+    plain, spread = (ready_run(make_stack, weights={"retention": 10}) for _ in range(2))
     for step, ranks in enumerate((1, 4, 2, 1), start=1):
         said = on_ranks(spread, ranks, step)
         assert ("by=FSDP2" in said) == (ranks > 1)
@@ -62,8 +61,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(make_stack: MakeStack) -> None:
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_another_launcher_starts_the_ranks(make_stack: MakeStack, launcher: str) -> None:
-    kept = {"weights": {"retention": 10}}
-    plain, spread = ready_run(make_stack, **kept), ready_run(make_stack, **kept)
+    plain, spread = (ready_run(make_stack, weights={"retention": 10}) for _ in range(2))
     start = {
         "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"],
         "accelerate": [

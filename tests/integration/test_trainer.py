@@ -329,9 +329,9 @@ async def test_a_loss_that_is_not_finite_stops_nobody(
     real = Trainer._train
 
     async def poisoned(self: Trainer, batches: Any) -> None:
-        run = self._step.run
+        run = self._learner.run
         lost = {"train/loss": math.nan}
-        self._step.run = lambda *args, **options: run(*args, **options) | lost  # pyright: ignore[reportAttributeAccessIssue]
+        self._learner.run = lambda *args, **options: run(*args, **options) | lost  # pyright: ignore[reportAttributeAccessIssue]
         await real(self, batches)
 
     monkeypatch.setattr(Trainer, "_train", poisoned)

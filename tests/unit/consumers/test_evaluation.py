@@ -48,7 +48,7 @@ def test_wilsons_ends_are_the_shares_that_the_score_test_just_accepts(case: tupl
 def test_the_bootstraps_interval_is_that_of_the_normal_approximation_for_many_prompts() -> None:
     values = np.random.default_rng(3).gamma(2.0, size=4000).tolist()
     mean, low, high = bootstrap(values, seed=0)
-    half = 1.96 * np.std(values) / math.sqrt(len(values))
+    half = 1.96 * float(np.std(values)) / math.sqrt(len(values))
     assert mean == pytest.approx(float(np.mean(values)))
     assert (low, high) == pytest.approx((mean - half, mean + half), abs=0.1 * half)
     assert bootstrap(values, seed=0) == bootstrap(values, seed=0)
