@@ -53,7 +53,8 @@ def write(model: Any, base: Path, target: Path) -> None:
         for name, layer in _layers(model)
         for part in "AB"
     }
-    save_file(tensors, str(target / ADAPTER_FILE), {"format": "pt", BASE: base_digest(base)})
+    # One entry: safetensors writes several in random order, and equal adapters must have equal digests.
+    save_file(tensors, str(target / ADAPTER_FILE), {BASE: base_digest(base)})
     # Sorted: sets have another order in every process, and the digest covers this file.
     (target / ADAPTER_CONFIG).write_text(json.dumps(_settings(model), indent=2, sort_keys=True))
 

@@ -221,6 +221,17 @@ def test_a_version_is_the_adapter_and_its_base(tmp_path: Path, source: Path) -> 
         verify(manifest, source)
 
 
+def test_equal_adapters_are_equal_files(tmp_path: Path, source: Path) -> None:
+    step = trained(source)
+    found = set[tuple[bytes, ...]]()
+    for number in range(20):
+        target = tmp_path / str(number)
+        target.mkdir()
+        lora.write(step.model, source, target)
+        found.add(tuple(file.read_bytes() for file in sorted(target.iterdir())))
+    assert len(found) == 1
+
+
 def test_every_reader_gets_the_trainers_numbers(tmp_path: Path, source: Path) -> None:
     """The worker merges in torch, the audit attaches, the export merges by peft, and peft reads it as its own."""
     from peft import PeftModel
