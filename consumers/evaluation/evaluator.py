@@ -202,12 +202,12 @@ class Evaluator:
             return
         values = await asyncio.to_thread(summary, list(answers.found.values()), self._options, self._config.seed)
         values["eval/seconds"] = time.monotonic() - started
+        manifest = await self._registry.get(version)
         await self._owner.confirm()
         await asyncio.to_thread(self._results.add, Result(version, time.time(), values))
         self._state = self._results.state()
         await asyncio.to_thread(self._results.store_best, self._state)
         await self._store()  # from here on the trainer may delete it, unless it is the best
-        manifest = await self._registry.get(version)
         self._trackers.log((manifest and manifest.step) or 0, values)
         await asyncio.to_thread(prune, self._dir / FOLDER, self._options.keep_answers, -1)
         metric, value = self._results.value_of(values)

@@ -11,8 +11,7 @@
 Your own loop can continue what the built-in trainer began. The reverse is refused: the built-in trainer has no
 optimiser state for it, and its checkpoints are older than the run.
 
-Of several ranks each writes the tensors that it has to `shards`, in the format of PyTorch's Distributed Checkpoint. Any
-number of ranks reads either kind.
+Of several ranks each writes the tensors that it has to `shards` (shards.py). Any number of ranks reads either kind.
 
 The state lists the batches that the weights were trained on, and what was dropped from them. They are acked only after
 the rename, so a trainer killed at any point trains each batch once: acking twice is harmless, training twice
@@ -34,15 +33,12 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch.distributed import is_initialized
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from sluice.consumers.training import lora
 from sluice.consumers.training.model import HANDOFF_FILE, copy_settings, read_model, write_model
 from sluice.consumers.training.optimizer import optimizer_name
+from sluice.consumers.training.shards import load_shards
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import ConfigError, DataError, MessageError, ModelError, WeightsError
 from sluice.pipeline.files import fsync_directory, fsync_tree, link_files, remove_unfinished, write_atomic
@@ -247,7 +243,7 @@ def load(
         if has_adapter:
             lora.fill(model, directory, Path(settings.path) if settings.path else None)
         elif is_sharded:
-            _load_shards(directory / _SHARDS, model, optimizer)
+            load_shards(directory / _SHARDS, model, optimizer)
         else:
             model.load_state_dict(read_model(directory, settings).state_dict())
         if not is_sharded:
@@ -265,19 +261,6 @@ def _saved_by(directory: Path, is_sharded: bool) -> str:
         return read_json((directory / _OPTIMIZER_NAME).read_bytes(), dict[str, str], _OPTIMIZER_NAME.name)[_NAME]
     with safe_open(str(directory / _OPTIMIZER), framework="pt") as tensors:
         return (tensors.metadata() or {}).get(_NAME, "adamw")
-
-
-def save_shards(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write what this rank has; all ranks call it, and it returns once everything is on disk."""
-    tensors, moments = get_state_dict(model, optimizer)
-    save_distributed({"model": tensors, _NAME: moments["state"]}, checkpoint_id=directory)
-
-
-def _load_shards(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill what this rank has; all ranks call it, or a process that has the whole model."""
-    tensors, moments = get_state_dict(model, optimizer)
-    load_distributed({"model": tensors, _NAME: moments["state"]}, checkpoint_id=directory, no_dist=not is_initialized())
-    set_state_dict(model, optimizer, model_state_dict=tensors, optim_state_dict=moments)
 
 
 def has_model(directory: Path) -> bool:

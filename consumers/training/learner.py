@@ -25,6 +25,7 @@ from sluice.consumers.training.distributed import gathered
 from sluice.consumers.training.model import probe_score, write_model
 from sluice.consumers.training.ranks import Ranks
 from sluice.consumers.training.session import Fence
+from sluice.consumers.training.shards import save_shards
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.wire.messages import TrainingSample
@@ -131,7 +132,7 @@ class Learner:
 
     def _save_shards(self, directory: Path) -> None:
         with self._everywhere(lambda: Save(str(directory))):
-            checkpoint.save_shards(directory, self._step.model, self._step.optimizer)
+            save_shards(directory, self._step.model, self._step.optimizer)
 
     def load(self, directory: Path) -> TrainerState:
         """As `checkpoint.load`."""
@@ -160,7 +161,7 @@ class Learner:
             case Gather():
                 gathered(self._step.model, keep=False)
             case Save(directory):
-                checkpoint.save_shards(Path(directory), self._step.model, self._step.optimizer)
+                save_shards(Path(directory), self._step.model, self._step.optimizer)
             case Load(directory):
                 self._load(Path(directory))
 

@@ -132,11 +132,18 @@ def sharded_step(source: Path) -> TrainStep:
     return step
 
 
+def plain_step(source: Path) -> TrainStep:
+    """With a head that is called, as a sharded one is: else its passes are written out, and rounded differently."""
+    step = train_step(source, learning_rate=1e-3)
+    step.model.get_output_embeddings().register_forward_hook(lambda *_: None)
+    return step
+
+
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_checkpoint_of_a_sharded_model_is_a_plain_one(tied: bool, tmp_path: Path) -> None:
     source = save_tiny_model(tmp_path / "model", tied=tied)
-    plain, sharded = train_step(source, learning_rate=1e-3), sharded_step(source)
+    plain, sharded = plain_step(source), sharded_step(source)
     for number in (1, 2):
         for step in (plain, sharded):
             step.run([random_sample("a", 12), random_sample("b", 30)], number)
@@ -146,7 +153,7 @@ def test_a_checkpoint_of_a_sharded_model_is_a_plain_one(tied: bool, tmp_path: Pa
         checkpoint.save(tmp_path / name, step.model, step.optimizer, state, source)
     assert all(isinstance(param, DTensor) for param in sharded.model.parameters())
     assert not any(isinstance(value, DTensor) for value in weights_of(sharded).values())
-    crossed = {"plain": sharded_step(source), "sharded": train_step(source, learning_rate=1e-3)}
+    crossed = {"plain": sharded_step(source), "sharded": plain_step(source)}
     for saved_by, step in crossed.items():
         probe_score(step.model, [1, 2, 3])  # leaves the last layers gathered
         checkpoint.load(tmp_path / saved_by / "step-000002", step.model, step.optimizer)
@@ -155,5 +162,4 @@ def test_a_checkpoint_of_a_sharded_model_is_a_plain_one(tied: bool, tmp_path: Pa
     plain.run([random_sample("c", 20)], 3)
     for step in crossed.values():
         trained, expected = weights_of(step), weights_of(plain)
-        # A sharded model makes its logits at once, and the plain one in pieces: 6.8e-6 was seen.
-        assert max(float((trained[name] - expected[name]).abs().max()) for name in expected) < 1e-4
+        assert max(float((trained[name] - expected[name]).abs().max()) for name in expected) < 1e-6

@@ -1,0 +1,59 @@
+"""Checkpoints in shards: what is written comes back, and a table that holds code is refused before any of it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from sluice.consumers.training.shards import load_shards, save_shards
+from sluice.consumers.training.step import TrainStep
+from tests.tiny_models import save_tiny_model
+from tests.trainers import random_sample, same, train_step, weights_of
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("shards") / "model")
+
+
+@pytest.fixture
+def saved(source: Path, tmp_path: Path) -> tuple[TrainStep, Path]:
+    step = train_step(source, learning_rate=1e-3)
+    step.run([random_sample("a", 12)], 1)
+    save_shards(tmp_path / "shards", step.model, step.optimizer)
+    return step, tmp_path / "shards"
+
+
+def moments_of(step: TrainStep) -> dict[str, torch.Tensor]:
+    state = step.optimizer.state_dict()["state"]
+    return {f"{at} {name}": value for at, kept in state.items() for name, value in kept.items()}
+
+
+def test_what_was_saved_comes_back(saved: tuple[TrainStep, Path], source: Path) -> None:
+    step, shards = saved
+    other = train_step(source, learning_rate=1e-3)
+    load_shards(shards, other.model, other.optimizer)
+    assert same(weights_of(other), weights_of(step))
+    assert same(moments_of(other), moments_of(step))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        b"cos\nsystem\n(S'touch %s'\ntR.",
+        b'c__builtin__\neval\n(S\'open("%s", "w")\'\ntR.',
+        b"ctorch\nload\n(S'%s'\ntR.",
+    ],
+)
+def test_a_table_with_code_is_refused_before_it_runs(
+    saved: tuple[TrainStep, Path], table: bytes, tmp_path: Path
+) -> None:
+    step, shards = saved
+    trace = tmp_path / "ran"
+    (shards / ".metadata").write_bytes(table % bytes(trace))
+    with pytest.raises(CheckpointException, match="which the table of a checkpoint doesn't need"):
+        load_shards(shards, step.model, step.optimizer)
+    assert not trace.exists()
