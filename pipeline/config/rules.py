@@ -288,7 +288,7 @@ def _evaluation_and_others(config: Config) -> Iterator[tuple[bool, str]]:
     )
     yield (
         not one.data or not config.deterministic,
-        "eval.data with deterministic: an evaluation loads its version amid rollouts that need another; leave one out",
+        "eval.data with deterministic: an evaluation loads a version while rollouts need another; leave one out",
     )
     yield (
         one.patience is None or bool(one.data),

@@ -290,4 +290,6 @@ def test_rules_between_keys_are_asked_unless_one_of_them_is_unsure() -> None:
     found = read_config(None, ["consumer.count=0", "weights.retention=1"], {})
     assert len(found.problems) == 2, "a rule that divides by the count is left out"
     assert not read_config(None, ["images.max_bm=3"], {}).unasked
-    assert read_config(None, ["trainer.ranks=two"], {}).unasked, "what ranks leave out depends on it"
+    found = read_config(None, ["trainer.ranks=two", "eval.patience=3"], {})
+    assert found.unasked, "what ranks leave out depends on it"
+    assert "eval.patience does nothing" in found.problems[1], "evaluation doesn't"
