@@ -57,9 +57,10 @@ class Head:
     def is_linear(self) -> bool:
         """Whether its logits are `states @ weight.T + bias`, and nobody watches or changes them on the way."""
         module = self.module
+        if type(module) is not torch.nn.Linear or self.after is not _unchanged:
+            return False
         watched = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-        autocast = torch.is_autocast_enabled(module.weight.device.type) if type(module) is torch.nn.Linear else True
-        return not autocast and self.after is _unchanged and not watched
+        return not watched and not torch.is_autocast_enabled(module.weight.device.type)
 
     def __call__(self, states: Tensor) -> Tensor:
         """Logits [..., V] of states [..., H]."""
@@ -109,12 +110,7 @@ class RowLogits:
         """`logprobs`, and the entropy in nats of each distribution, float [N], if asked for."""
         rows, positions = on.nonzero(as_tuple=True)
         found: list[Tensor] = []
-        if (
-            self.head is not None
-            and self.head.is_linear
-            and len(rows)
-            and not torch.is_autocast_enabled(on.device.type)
-        ):
+        if self.head is not None and self.head.is_linear and len(rows):
             linear = cast(torch.nn.Linear, self.head.module)
             picked, size = self.states[rows, positions], _at_once(linear.out_features)
             found = [_LinearScores.apply(picked, linear.weight, linear.bias, token_ids, temperatures, entropies, size)]
