@@ -16,8 +16,8 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ModelError, TornWeights, WeightsError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.role import Role
+from sluice.pipeline.weights.carriers import carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry
-from sluice.pipeline.weights.versions import verify
 from sluice.pipeline.wire.messages import WeightVersion
 from sluice.pipeline.wire.tokens import Runs
 from sluice.workers.engine.contracts import Backend, WeightsProbe
@@ -32,6 +32,7 @@ class WeightsWatch:
         self._registry = WeightsRegistry(role.client, role.keys)
         self._backend, self._tell = backend, role.status.fact
         self._config: Config = role.config
+        self._carrier = carrier_of(role.config)
         self._refused: int | None = None
         self._latest: int | None = None
         self._is_proved = False  # the loaded weights score as the trainer measured
@@ -123,7 +124,7 @@ class WeightsWatch:
             return None
         backend, tolerance = self._backend, self._config.weights.probe_tolerance
         probe = probe_of(manifest, backend.facts.dtype, tolerance, backend.version)
-        directory = await asyncio.to_thread(verify, manifest, Path(self._config.model.path))
+        directory = await asyncio.to_thread(self._carrier.fetch, manifest)
         await backend.load_weights(directory, version, probe, manifest.parent)
         return manifest.published_at or time.time()
 

@@ -31,7 +31,8 @@ from sluice.pipeline.images.features import placed
 from sluice.pipeline.images.processor import VisionInputs, joined_tensors
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.terminal import Console
-from sluice.pipeline.weights.versions import base_in, read_manifest, verify
+from sluice.pipeline.weights.carriers import Directory
+from sluice.pipeline.weights.versions import base_in, read_manifest
 
 _ROWS = 256  # positions per softmax: (rows, vocab) in fp32
 _PLAIN_EVERY_S = 10.0
@@ -177,7 +178,9 @@ def open_version(root: Path, version: int, config: ModelConfig, *, sees: bool = 
         if manifest.version != version:
             raise WeightsError(f"{directory}: its manifest is for version {manifest.version}; was it renamed?")
         base = base_in(root, manifest, config.path) if manifest.base else None
-        verify(msgspec.structs.replace(manifest, path=str(directory)), base)  # the run's directory may have been moved
+        Directory(root, base).fetch(
+            msgspec.structs.replace(manifest, path=str(directory))
+        )  # the run's directory may have been moved
         if base is None:
             return _load(directory, config, sees=sees)
         # Of the trainer's class, by whose names the adapter's layers are called.

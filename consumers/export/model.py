@@ -13,7 +13,8 @@ from sluice.consumers.training import lora
 from sluice.consumers.training.model import HANDOFF_FILE, read_model, write_model
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import DataError, ModelError
-from sluice.pipeline.weights.versions import MANIFEST, base_in, numbered_directories, read_manifest, verify
+from sluice.pipeline.weights.carriers import Directory
+from sluice.pipeline.weights.versions import MANIFEST, base_in, numbered_directories, read_manifest
 
 
 def export_model(directory: Path, out: Path, config: ModelConfig, version: int | None = None) -> int:
@@ -29,7 +30,7 @@ def export_model(directory: Path, out: Path, config: ModelConfig, version: int |
         raise DataError(f"{root}: no version{'' if number is None else f' {number}'} on disk; {there}")
     manifest = replace(read_manifest(found[number]), path=str(found[number]))
     base = base_in(root, manifest, config.path) if manifest.base else None
-    verify(manifest, base)
+    Directory(root, base).fetch(manifest)
     with aside(out) as path:
         if base is None:
             shutil.copytree(found[number], path, ignore=shutil.ignore_patterns(MANIFEST, HANDOFF_FILE))

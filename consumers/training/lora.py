@@ -78,9 +78,9 @@ def fill(model: Any, directory: Path, base: Path | None = None) -> None:
                 f"{directory}: trained with trainer.lora {name} {_short(saved.get(name))}, and this run has "
                 f"{_short(ours[name])}; set it as it was, or start a run of another name (--set run=NAME)"
             )
-    if base is not None and (of := base_of(directory)) != base_digest(base):
+    if base is not None and (of := base_of(directory)) != (its := base_digest(base, of)):
         raise ConfigError(
-            f"{directory}: an adapter of the weights {of[:12]}, and {base} has {base_digest(base)[:12]}; set "
+            f"{directory}: an adapter of the weights {of[:12]}, and {base} has {its[:12]}; set "
             "model.path to the model that the run started from"
         )
     _fill(model, directory)

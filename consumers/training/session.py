@@ -63,6 +63,7 @@ from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.status.text import wait_text
 from sluice.pipeline.telemetry import training_metrics
 from sluice.pipeline.weights import versions
+from sluice.pipeline.weights.carriers import carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, TrainingSample, WeightVersion, decode
 from sluice.pipeline.wire.tokens import TokenArray
@@ -130,6 +131,7 @@ class Session:
         self._config = role.config
         self.run_dir = Path(role.config.run_dir) / role.config.run
         self.root = self.run_dir / "weights"
+        self._carrier = carrier_of(role.config)
         self._reader = batch_reader(role.client, role.keys, role.name, owner)
         self._registry = WeightsRegistry(role.client, role.keys)
         self._records = StepRecords(role, trackers, self.run_dir)
@@ -540,7 +542,7 @@ class Session:
             step=state.step,
             published_at=time.time(),
         )
-        return await self._writing(versions.write_version, weights.directory, self.root, manifest, self._fence())
+        return await self._writing(self._carrier.publish, weights.directory, manifest, self._fence())
 
     async def _register(self, manifest: WeightVersion, weights: Weights | None) -> None:
         latest, newest = await self._registry.latest(), self.state.line.newest_few(self._config.weights.retention)
@@ -555,7 +557,7 @@ class Session:
                 if await self._registry.get(number) is None and (self.root / f"v{number:06d}").is_dir():
                     await self._put_back(number)
         await self._registry.register(manifest, self._owner.key, self._owner.nonce, gone)
-        await asyncio.to_thread(versions.remove, self.root, gone)
+        await asyncio.to_thread(self._carrier.remove, gone)
         if latest is not None and latest > manifest.version:
             get_logger().warning("back to an older version", version=manifest.version, lost_up_to=latest)
         get_logger().info("published", version=manifest.version, digest=manifest.digest[:12])

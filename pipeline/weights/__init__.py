@@ -1,4 +1,5 @@
-"""Published weights: one directory with a manifest per version (versions), and the registry in Redis (registry).
+"""Published weights: one directory with a manifest per version (versions), brought to the workers by a carrier
+(carriers), and the registry in Redis (registry).
 
     trainer: write to temp ─▶ rename ─▶ register (a number keeps its digest forever; the newest may be an older one
              again, if a kill undid later steps)

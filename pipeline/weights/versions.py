@@ -10,23 +10,27 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from xxhash import xxh3_128
 
 from sluice.pipeline.errors import MessageError, WeightsError
 from sluice.pipeline.files import fsync_directory, fsync_tree, link_files, write_atomic
 from sluice.pipeline.wire.codec import numbered, read_json
-from sluice.pipeline.wire.messages import MOST_VERSION, WeightVersion
+from sluice.pipeline.wire.messages import MOST_VERSION, Shard, WeightVersion
 
 MANIFEST = "manifest.json"
 ADAPTER_CONFIG = "adapter_config.json"  # peft's name
 BASE = "base"  # key in the header of an adapter's file: the digest of the weights that it was trained on
-_BLOCK = 1 << 20
+_BLOCK = 4 << 20
+_READERS = 8  # files at a time
+_SHA256 = 64  # characters: a digest of an older release
 _MOST_HEADER = 100 << 20  # the format's own limit
 
 
@@ -38,8 +42,35 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def digest_of(directory: Path) -> str:
-    """sha256 over names and contents of the safetensors files, and of an adapter's configuration: it has the scale."""
+def shards_of(directory: Path) -> dict[str, Shard]:
+    """Size and digest of each file that decides the weights: an adapter's configuration has its scale."""
+    files = [*weight_files(directory), *(file for file in [directory / ADAPTER_CONFIG] if file.is_file())]
+    with ThreadPoolExecutor(min(len(files), _READERS), thread_name_prefix="digest") as pool:
+        return dict(zip([file.name for file in files], pool.map(_shard, files), strict=True))
+
+
+def _shard(file: Path) -> Shard:
+    digest, size, block = xxh3_128(), 0, memoryview(bytearray(_BLOCK))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            digest.update(block[:count])
+            size += count
+    return Shard(size, digest.hexdigest())
+
+
+def digest_over(shards: Mapping[str, Shard]) -> str:
+    """A version's digest; it finds damage, not a forger."""
+    lines = (f"{name}\0{shard.size}\0{shard.digest}\n" for name, shard in sorted(shards.items()))
+    return xxh3_128("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def digest_of(directory: Path, like: str = "") -> str:
+    """Over names and contents of the files that decide the weights; `like`: a digest of the kind that is wanted."""
+    return _old_digest(directory) if len(like) == _SHA256 else digest_over(shards_of(directory))
+
+
+def _old_digest(directory: Path) -> str:
+    """As older releases computed it."""
     digest = sha256()
     adapter = directory / ADAPTER_CONFIG
     for file in [*weight_files(directory), *([adapter] if adapter.is_file() else [])]:
@@ -50,15 +81,15 @@ def digest_of(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def base_digest(directory: Path) -> str:
+def base_digest(directory: Path, like: str = "") -> str:
     """The same of a base model, whose files don't change; read again only if their sizes or times did."""
     stamps = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weight_files(directory))
-    return _base_digest(directory, stamps)
+    return _base_digest(directory, "" if len(like) != _SHA256 else like, stamps)
 
 
 @lru_cache(maxsize=4)
-def _base_digest(directory: Path, _stamps: tuple[tuple[str, int, int], ...]) -> str:
-    return digest_of(directory)
+def _base_digest(directory: Path, like: str, _stamps: tuple[tuple[str, int, int], ...]) -> str:
+    return digest_of(directory, like)
 
 
 def base_of(directory: Path) -> str:
@@ -115,20 +146,28 @@ def write_version(
 ) -> WeightVersion:
     """Create `root/v000012` from a durable model directory: hard links if possible, written elsewhere, then renamed.
 
-    Returns the manifest with path, digest, tensors and base filled in; an existing directory with the same digest is
-    kept. `fence` is called right before the rename, and may raise to prevent it.
+    Returns the manifest with path, digest, shards (if it has none), tensors and base filled in; an existing directory
+    with the same weights is kept, and so is its digest. `fence` is called right before the rename, and may raise to
+    prevent it.
     """
     target = root / f"v{manifest.version:06d}"
-    digest = digest_of(source)
-    if target.exists() and read_manifest(target).digest != digest:
-        raise WeightsError(
-            f"{target}: already holds other weights, and a version number keeps its digest; delete that directory if "
-            "it is a leftover, or start a run of another name (--set run=NAME)"
-        )
-    found = {"digest": digest, "tensors": tensor_table(source), "base": base_of(source)}
-    full = msgspec.structs.replace(manifest, path=str(target), **found)
+    shards = manifest.shards or shards_of(source)
+    full = msgspec.structs.replace(
+        manifest,
+        path=str(target),
+        digest=digest_over(shards),
+        shards=shards,
+        tensors=tensor_table(source),
+        base=base_of(source),
+    )
     if target.exists():
-        return full
+        there = read_manifest(target)
+        if there.digest != full.digest and there.digest != digest_of(source, there.digest):
+            raise WeightsError(
+                f"{target}: already holds other weights, and a version number keeps its digest; delete that directory "
+                "if it is a leftover, or start a run of another name (--set run=NAME)"
+            )
+        return msgspec.structs.replace(full, digest=there.digest, shards=there.shards, base=there.base)
     aside = root / f".{target.name}.{secrets.token_hex(8)}.tmp"  # pids repeat across containers
     aside.mkdir(parents=True)
     link_files(source, aside)
@@ -150,20 +189,19 @@ def read_manifest(directory: Path) -> WeightVersion:
         raise WeightsError(f"{directory}: no readable {MANIFEST} ({error})") from error
 
 
-def verify(version: WeightVersion, base: Path | None = None) -> Path:
-    """Check that a version's files are intact; returns its directory. Raises WeightsError.
+def verify(version: WeightVersion, base: Path | None = None, directory: Path | None = None) -> Path:
+    """Check that a version's files are intact; returns their directory. Raises WeightsError.
 
     `base`: the model directory that an adapter is put on; its weights must be those that it was trained on.
+    `directory`: where this host has the files; by default the manifest's path.
     """
-    directory = Path(version.path)
+    directory = directory or Path(version.path)
     if not directory.is_dir():
         raise WeightsError(f"version {version.version}: {directory} is not there; share the run's directory")
     try:
-        found = digest_of(directory)
+        _check_files(version, directory)
     except OSError as error:  # retired during the read, or an unreadable file
         raise WeightsError(f"version {version.version}: {error}") from error
-    if found != version.digest:
-        raise WeightsError(f"version {version.version}: digest {found[:12]}, registered {version.digest[:12]}")
     if tensor_table(directory) != version.tensors:
         raise WeightsError(f"version {version.version}: tensors differ from its manifest")
     if version.base != base_of(directory):
@@ -173,11 +211,26 @@ def verify(version: WeightVersion, base: Path | None = None) -> Path:
     return directory
 
 
+def _check_files(version: WeightVersion, directory: Path) -> None:
+    sizes = {name: shard.size for name, shard in version.shards.items()}
+    for name, size in sizes.items():  # before anything is read
+        if (found := (directory / name).stat().st_size) != size:
+            raise WeightsError(f"version {version.version}: {name} has {found} bytes, published with {size}")
+    shards = shards_of(directory) if sizes else {}
+    for name in sizes.keys() & shards.keys():
+        if shards[name] != version.shards[name]:
+            found, wanted = shards[name].digest, version.shards[name].digest
+            raise WeightsError(f"version {version.version}: {name}: digest {found[:12]}, published {wanted[:12]}")
+    found = digest_over(shards) if sizes else digest_of(directory, version.digest)
+    if found != version.digest:
+        raise WeightsError(f"version {version.version}: digest {found[:12]}, registered {version.digest[:12]}")
+
+
 def _check_base(version: WeightVersion, base: Path | None) -> None:
     if base is None:
         raise WeightsError(f"version {version.version} is an adapter, and nothing says which model it belongs to")
     try:
-        found = base_digest(base)
+        found = base_digest(base, version.base)
     except OSError as error:
         raise WeightsError(f"version {version.version}: its base {base} can't be read: {error}") from error
     if found != version.base:
@@ -191,7 +244,7 @@ def base_in(root: Path, version: WeightVersion, model: str) -> Path:
     """The directory of an adapter's base: version 0 of its run if that is still there, else `model`."""
     first = root / "v000000"
     with contextlib.suppress(WeightsError, OSError):
-        if base_digest(first) == version.base:
+        if base_digest(first, version.base) == version.base:
             return first
     return Path(model)
 
@@ -217,8 +270,8 @@ def same_again(root: Path, source: Path, *, step: int, parent: int) -> int | Non
                 twins.append((number, manifest.digest))
     if not twins:
         return None
-    digest = digest_of(source)
-    return next((number for number, its in twins if its == digest), None)
+    ours = {digest_of(source, its) for _, its in twins}
+    return next((number for number, its in twins if its in ours), None)
 
 
 def retired(root: Path, kept: Collection[int], newest: int) -> list[int]:

@@ -318,12 +318,20 @@ class TrainingBatch(Wire, frozen=True, kw_only=True, tag="training_batch"):
     metrics: dict[str, float] = {}  # reduced over the samples, keys of sluice.pipeline.telemetry.training_metrics
 
 
+class Shard(msgspec.Struct, frozen=True):
+    """One file of a version's weights."""
+
+    size: int  # bytes
+    digest: str  # xxh3-128, hexadecimal
+
+
 class WeightVersion(Wire, frozen=True, kw_only=True, tag="weight_version"):
     """One published version; stored beside the weights and in the registry. [T]"""
 
     version: int
     path: str  # directory, as seen by the workers
-    digest: str  # sha256 over the safetensors files, and an adapter's configuration
+    digest: str  # xxh3-128 over `shards`; of a version without them sha256 over the files, as older releases wrote
+    shards: dict[str, Shard] = {}  # by file name: the safetensors files, and an adapter's configuration
     base: str = ""  # digest of the model that these files are an adapter of; empty: they are a whole model
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}  # name -> (dtype, shape)
     probe_token_ids: TokenArray = msgspec.field(default_factory=TokenArray)

@@ -20,7 +20,7 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import EngineError, RequestError, TornWeights, WeightsError
 from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.queue.scores import refusal
-from sluice.pipeline.weights.versions import verify
+from sluice.pipeline.weights.carriers import carrier_of
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
 from sluice.pipeline.wire.tokens import FloatArray
 from sluice.workers.engine.contracts import EngineFacts
@@ -45,8 +45,8 @@ class VersionedModel:
         self._pass_tokens, self._tolerance = config.scorer.pass_tokens, config.weights.probe_tolerance
         self._model = load_model(config.model, feature_bytes=config.images.cache_mb << 20)
         prove(self._model)
-        self._base = Path(config.model.path)
-        self._weights = Weights(self._model.module, self._base, self._total, self._model.features)
+        self._carrier = carrier_of(config)
+        self._weights = Weights(self._model.module, Path(config.model.path), self._total, self._model.features)
         self.version: int | None = None
 
     @property
@@ -61,7 +61,7 @@ class VersionedModel:
     @torch.inference_mode()
     def load(self, manifest: WeightVersion) -> None:
         """Verify, load and prove a version. Raises WeightsError; `version` then says what is loaded, if anything."""
-        directory = verify(manifest, self._base)
+        directory = self._carrier.fetch(manifest)
         before, self.version = self.version, None
         try:
             self._weights.load(directory, probe_of(manifest, self.facts.dtype, self._tolerance, before))

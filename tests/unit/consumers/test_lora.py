@@ -22,7 +22,15 @@ from sluice.pipeline.config import load_config
 from sluice.pipeline.config.types import LoraConfig, ModelConfig
 from sluice.pipeline.errors import ConfigError, WeightsError
 from sluice.pipeline.weights.adapter import Adapter
-from sluice.pipeline.weights.versions import base_digest, digest_of, tensor_table, verify, write_version
+from sluice.pipeline.weights.versions import (
+    base_digest,
+    digest_of,
+    digest_over,
+    shards_of,
+    tensor_table,
+    verify,
+    write_version,
+)
 from sluice.pipeline.wire.messages import WeightVersion
 from sluice.workers.engine.hf.weights import load_weights
 from tests.tiny_models import save_tiny_model
@@ -217,7 +225,7 @@ def test_a_version_is_the_adapter_and_its_base(tmp_path: Path, source: Path) -> 
         verify(manifest)
     settings = json.loads((directory / "adapter_config.json").read_text())
     (directory / "adapter_config.json").write_text(json.dumps(settings | {"lora_alpha": 64.0}))
-    with pytest.raises(WeightsError, match="digest"):
+    with pytest.raises(WeightsError, match=r"adapter_config\.json has .* bytes, published with"):
         verify(manifest, source)
 
 
@@ -301,8 +309,9 @@ def test_a_manifest_without_its_base_is_refused(tmp_path: Path, source: Path) ->
     file = Path(manifest.path) / "adapter_model.safetensors"
     tensors = load_file(str(file))
     save_file(tensors, str(file))
+    shards = shards_of(Path(manifest.path))
     with pytest.raises(WeightsError, match="don't name the weights"):
-        verify(replace(manifest, digest=digest_of(Path(manifest.path))), source)
+        verify(replace(manifest, digest=digest_over(shards), shards=shards), source)
 
 
 def test_an_adapters_dropout_is_random_in_training_alone(source: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -25,8 +26,10 @@ from sluice.pipeline.weights.versions import (
     read_manifest,
     remove,
     retired,
+    same_again,
     tensor_table,
     verify,
+    weight_files,
     write_version,
 )
 from sluice.pipeline.wire.messages import WeightVersion
@@ -186,10 +189,13 @@ def test_what_is_above_the_newest_may_come_back_and_all_else_is_retired(tmp_path
 
 
 def flip(directory: Path) -> None:
-    file = directory / "model.safetensors"
+    flip_last(directory / "model.safetensors")
+
+
+def flip_last(file: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
-    file.unlink()
+    file.unlink()  # it may be a link to the source's
     file.write_bytes(raw)
 
 
@@ -224,6 +230,41 @@ def test_verify_finds_every_damage(tmp_path: Path, damage) -> None:
     damage(Path(made.path))
     with pytest.raises(WeightsError):
         verify(made)
+
+
+def test_verify_names_the_file_that_is_damaged(tmp_path: Path) -> None:
+    made = write_version(model_dir(tmp_path / "source", files=3), tmp_path / "weights", manifest())
+    assert {name: shard.size for name, shard in made.shards.items()} == {
+        file.name: file.stat().st_size for file in weight_files(Path(made.path))
+    }
+    file = Path(made.path) / "model-00002-of-00003.safetensors"
+    raw = file.read_bytes()
+    flip_last(file)
+    with pytest.raises(WeightsError, match=r"model-00002-of-00003\.safetensors: digest "):
+        verify(made)
+    file.write_bytes(raw[:-8])
+    with pytest.raises(WeightsError, match=f"has {len(raw) - 8} bytes, published with {len(raw)}"):
+        verify(made)
+
+
+def test_a_version_of_an_older_release_is_read_and_keeps_its_digest(tmp_path: Path) -> None:
+    """It has one sha256 over all files, and no table of them."""
+    source, root = model_dir(tmp_path / "source", files=2), tmp_path / "weights"
+    digest = sha256()
+    for file in weight_files(source):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    made = write_version(source, root, manifest())
+    old = msgspec.structs.replace(made, digest=digest.hexdigest(), shards={}, step=7, parent=0)
+    (Path(made.path) / MANIFEST).write_bytes(msgspec.json.encode(old, enc_hook=list))
+    assert verify(old)
+    again = write_version(source, root, manifest())
+    assert (again.digest, again.shards) == (old.digest, {})
+    assert same_again(root, source, step=7, parent=0) == 1
+    flip_last(Path(made.path) / "model-00002-of-00002.safetensors")
+    with pytest.raises(WeightsError, match=r"digest .*, registered"):
+        verify(old)
+    with pytest.raises(WeightsError, match="keeps its digest"):
+        write_version(model_dir(tmp_path / "other", 3), root, manifest())
 
 
 def test_verify_compares_the_tensors_of_the_manifest(tmp_path: Path) -> None:
