@@ -42,9 +42,15 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
+def deciding_files(directory: Path) -> list[Path]:
+    """Those that the digest covers: the safetensors files, and an adapter's configuration, which has its scale."""
+    adapter = directory / ADAPTER_CONFIG
+    return [*weight_files(directory), *([adapter] if adapter.is_file() else [])]
+
+
 def shards_of(directory: Path) -> dict[str, Shard]:
-    """Size and digest of each file that decides the weights: an adapter's configuration has its scale."""
-    files = [*weight_files(directory), *(file for file in [directory / ADAPTER_CONFIG] if file.is_file())]
+    """Size and digest of each file that decides the weights, several read at a time."""
+    files = deciding_files(directory)
     with ThreadPoolExecutor(min(len(files), _READERS), thread_name_prefix="digest") as pool:
         return dict(zip([file.name for file in files], pool.map(_shard, files), strict=True))
 
@@ -72,8 +78,7 @@ def digest_of(directory: Path, like: str = "") -> str:
 def _old_digest(directory: Path) -> str:
     """As older releases computed it."""
     digest = sha256()
-    adapter = directory / ADAPTER_CONFIG
-    for file in [*weight_files(directory), *([adapter] if adapter.is_file() else [])]:
+    for file in deciding_files(directory):
         digest.update(file.name.encode() + b"\0")
         with file.open("rb") as stream:
             while block := stream.read(_BLOCK):
@@ -189,29 +194,8 @@ def read_manifest(directory: Path) -> WeightVersion:
         raise WeightsError(f"{directory}: no readable {MANIFEST} ({error})") from error
 
 
-def verify(version: WeightVersion, base: Path | None = None, directory: Path | None = None) -> Path:
-    """Check that a version's files are intact; returns their directory. Raises WeightsError.
-
-    `base`: the model directory that an adapter is put on; its weights must be those that it was trained on.
-    `directory`: where this host has the files; by default the manifest's path.
-    """
-    directory = directory or Path(version.path)
-    if not directory.is_dir():
-        raise WeightsError(f"version {version.version}: {directory} is not there; share the run's directory")
-    try:
-        _check_files(version, directory)
-    except OSError as error:  # retired during the read, or an unreadable file
-        raise WeightsError(f"version {version.version}: {error}") from error
-    if tensor_table(directory) != version.tensors:
-        raise WeightsError(f"version {version.version}: tensors differ from its manifest")
-    if version.base != base_of(directory):
-        raise WeightsError(f"version {version.version}: its manifest names another base than its files")
-    if version.base:
-        _check_base(version, base)
-    return directory
-
-
-def _check_files(version: WeightVersion, directory: Path) -> None:
+def check_files(version: WeightVersion, directory: Path) -> None:
+    """Read every byte that the digest covers. Raises WeightsError, or OSError for a file that can't be read."""
     sizes = {name: shard.size for name, shard in version.shards.items()}
     for name, size in sizes.items():  # before anything is read
         if (found := (directory / name).stat().st_size) != size:
@@ -224,6 +208,33 @@ def _check_files(version: WeightVersion, directory: Path) -> None:
     found = digest_over(shards) if sizes else digest_of(directory, version.digest)
     if found != version.digest:
         raise WeightsError(f"version {version.version}: digest {found[:12]}, registered {version.digest[:12]}")
+
+
+def verify(
+    version: WeightVersion,
+    base: Path | None = None,
+    directory: Path | None = None,
+    check: Callable[[WeightVersion, Path], None] = check_files,
+) -> Path:
+    """Check that a version's files are intact; returns their directory. Raises WeightsError.
+
+    `base`: the model directory that an adapter is put on; its weights must be those that it was trained on.
+    `directory`: where this host has the files; by default the manifest's path. `check`: its digest, or who did so.
+    """
+    directory = directory or Path(version.path)
+    if not directory.is_dir():
+        raise WeightsError(f"version {version.version}: {directory} is not there; share the run's directory")
+    try:
+        check(version, directory)
+    except OSError as error:  # retired during the read, or an unreadable file
+        raise WeightsError(f"version {version.version}: {error}") from error
+    if tensor_table(directory) != version.tensors:
+        raise WeightsError(f"version {version.version}: tensors differ from its manifest")
+    if version.base != base_of(directory):
+        raise WeightsError(f"version {version.version}: its manifest names another base than its files")
+    if version.base:
+        _check_base(version, base)
+    return directory
 
 
 def _check_base(version: WeightVersion, base: Path | None) -> None:
