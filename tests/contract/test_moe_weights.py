@@ -133,10 +133,14 @@ def test_a_layer_that_vllm_does_not_fill_is_an_error_that_names_it(
     names = Checkpoint(ModelConfig(path=str(source))).names_for(directory)
     del names[EXPERT]
 
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
     async def load_in_part(inner: Engine) -> None:
         assert inner._engine is not None
         async with inner.sequences.paused():
-            await inner._engine.llm.collective_rpc("sluice_load_weights", args=(str(directory), names, False))
+            llm, update = inner._engine.llm, {"directory": str(directory), "names": names}
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest(update))
 
     with pytest.raises(Exception, match=r"vLLM took \d+ of \d+ elements of model\.layers\.0\.mlp\.experts"):
         asyncio.run(engine._do(load_in_part))

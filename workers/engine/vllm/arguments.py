@@ -12,7 +12,7 @@ from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions
 from sluice.pipeline.errors import ConfigError, ModelError
 from sluice.workers.engine.vllm.processor import SeededSampler
 from sluice.workers.engine.vllm.vision import Vision
-from sluice.workers.engine.vllm.worker_extension import WorkerExtension
+from sluice.workers.engine.vllm.worker_extension import WEIGHT_TRANSFER, WorkerExtension
 from sluice.workers.guard.requests import ADDITIONAL
 from sluice.workers.guard.rules import GuardRules
 from sluice.workers.guard.vllm import WorkerRepeatTerminate
@@ -31,6 +31,7 @@ def engine_arguments(
 ) -> Any:
     """`AsyncEngineArgs`. Raises ConfigError for an unknown or reserved option, ModelError for a missing device."""
     from vllm.config.logging import LoggingConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
@@ -44,6 +45,7 @@ def engine_arguments(
         "logprobs_mode": "raw_logprobs",
         "logits_processors": [_name(SeededSampler), *([_name(WorkerRepeatTerminate)] if guard else [])],
         "worker_extension_cls": _name(WorkerExtension, "."),
+        "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "disable_log_stats": True,

@@ -207,6 +207,7 @@ class Engine:
         sequences = Sequences(self._engine, self._version, self._why_dead)
         # vLLM asks its core once; after that, requests are sent without waiting.
         await sequences.or_dead(self._engine.llm.get_supported_tasks())
+        await sequences.or_dead(self._engine.llm.update_weight_version(str(self._version)))
         directory = Path(self._settings[0].path)
         vision = self._engine.vision  # its files may be replaced later, so their digest is taken now
         digest = await asyncio.to_thread(self._engine.checkpoint.vision_digest, directory) if vision else ""
@@ -218,7 +219,7 @@ class Engine:
         assert self._weights is not None
         files = await self._weights.checked(directory)
         async with self.sequences.paused():
-            await self._weights.load(directory, files, probe)
+            await self._weights.load(directory, files, probe, version)
             self._version = self.sequences.version = version
             self.sequences.parent = parent
 
@@ -299,7 +300,7 @@ class CoreWeights:
         names = checkpoint.names_for(files)
         return CheckedFiles(files, names, checkpoint.vision_digest(files) if self._vision_digest else "", adapter)
 
-    async def load(self, directory: Path, files: CheckedFiles, probe: WeightsProbe | None) -> None:
+    async def load(self, directory: Path, files: CheckedFiles, probe: WeightsProbe | None, version: int) -> None:
         """`files` are from `checked`.
 
         Raises WeightsError if the old weights are in place, TornWeights if neither are."""
@@ -308,7 +309,7 @@ class CoreWeights:
         self._sequences.torn = TornWeights(f"loading {directory} was interrupted; load a version again")
         try:
             same = files.vision_digest != "" and files.vision_digest == self._vision_digest
-            await self._copy(files, keep_encoded=whole and same)
+            await self._copy(files, version, keep_encoded=whole and same)
             if probe and (refusal := probe.refusal(directory, before, await score(probe.token_ids))):
                 raise TornWeights(refusal)
         except TornWeights as error:
@@ -330,7 +331,7 @@ class CoreWeights:
             if whole:
                 files = await self.checked(self._directory)
                 self._vision_digest = files.vision_digest
-                await self._copy(files, keep_encoded=False)
+                await self._copy(files, self._sequences.version, keep_encoded=False)
         except WeightsError as error:
             torn = TornWeights(f"{cause}; the old weights cannot be restored either: {error}")
         if torn is None and probe is not None and before is not None:
@@ -341,11 +342,16 @@ class CoreWeights:
         if torn is not None:
             raise torn
 
-    async def _copy(self, files: CheckedFiles, *, keep_encoded: bool) -> None:
+    async def _copy(self, files: CheckedFiles, version: int, *, keep_encoded: bool) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
         llm, or_dead, directory = self._engine.llm, self._sequences.or_dead, files.directory
+        update = {"directory": str(directory), "names": files.names, "adapter": files.adapter}
         try:
-            args = (str(directory), files.names, keep_encoded, files.adapter)
-            counts: list[int] = await or_dead(llm.collective_rpc("sluice_load_weights", args=args))
+            await or_dead(llm.start_weight_update())
+            await or_dead(llm.update_weights(WeightTransferUpdateRequest(update)))
+            await or_dead(llm.finish_weight_update(str(version)))
+            counts: list[int] = await or_dead(llm.collective_rpc("sluice_forget", args=(keep_encoded,)))
             self.images_kept = max(counts) if keep_encoded else 0
             # Anything computed with other weights must not be read.
             forgotten = await or_dead(llm.reset_prefix_cache(reset_connector=True))

@@ -194,6 +194,7 @@ class Sequences:
                     unscored = []
                 completion = output.outputs[0]
                 final = completion.finish_reason
+                _check_version(completion.weight_versions, version)
                 for token, logprob in zip(completion.token_ids, completion.logprobs.logprobs, strict=True):
                     if guard is not None and token == guard.forced:
                         entry.reserved = (token, logprob)
@@ -224,6 +225,12 @@ class Sequences:
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
         return await self.or_dead(self._llm.collective_rpc(method, args=args))
+
+
+def _check_version(spans: Any, version: int) -> None:
+    """vLLM says in its last output which weights sampled which tokens. Raises EngineError if they are not ours."""
+    if odd := [span for span in spans or () if span.version != str(version)]:
+        raise EngineError(f"vLLM sampled tokens under weights {odd[0].version}, and the loaded ones are v{version}")
 
 
 def _prompt_scores(output: Any) -> list[float]:
