@@ -40,6 +40,7 @@ TIERS = {
             "contract/test_vllm_parity.py",
             "contract/test_vllm_start.py",
             "contract/test_vllm_weights.py",
+            "contract/test_weight_transfer.py::test_a_vllm_that",
             "contract/test_vlm_vllm.py",
             "integration/test_bench_queue.py",
             "integration/test_bench_scale.py",

@@ -194,7 +194,7 @@ class Sequences:
                     unscored = []
                 completion = output.outputs[0]
                 final = completion.finish_reason
-                _check_version(completion.weight_versions, version)
+                check_version(completion.weight_versions, version)
                 for token, logprob in zip(completion.token_ids, completion.logprobs.logprobs, strict=True):
                     if guard is not None and token == guard.forced:
                         entry.reserved = (token, logprob)
@@ -227,7 +227,7 @@ class Sequences:
         return await self.or_dead(self._llm.collective_rpc(method, args=args))
 
 
-def _check_version(spans: Any, version: int) -> None:
+def check_version(spans: Any, version: int) -> None:
     """vLLM says in its last output which weights sampled which tokens. Raises EngineError if they are not ours."""
     if odd := [span for span in spans or () if span.version != str(version)]:
         raise EngineError(f"vLLM sampled tokens under weights {odd[0].version}, and the loaded ones are v{version}")
