@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from sluice.consumers.training.distributed import accept_whole_moments, shard_model, whole
+from sluice.consumers.training.distributed import accept_whole_moments, shard_model
 from sluice.consumers.training.ranks import Ranks
+from sluice.consumers.training.shards import whole
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import FsdpConfig, PolicyConfig, TrainerConfig
 from sluice.pipeline.errors import SluiceError

@@ -15,16 +15,22 @@ from typing import Any
 PHASES = {
     "read": "sluice.consumers.training.session.Session.take",
     "step": "sluice.consumers.training.step.TrainStep._update",
-    "checkpoint": "sluice.consumers.training.checkpoint.save_shards",
+    "checkpoint": "sluice.consumers.training.learner.save_shards",
     "ack": "sluice.consumers.training.session.Session._ack",
     "publish": "sluice.consumers.training.session.Session._register",
 }
 """What rank 0 calls in each; the second call is in the middle of a run."""
+BESIDE = {
+    "copy": "sluice.consumers.training.learner.ShardsBeside.__init__",
+    "write": "sluice.consumers.training.learner.ShardsBeside.wait",
+    "acks": "sluice.consumers.training.session.Session._ack_behind",
+}
+"""The same with `trainer.async_checkpoints`."""
 _AT_CALL = 2
 
 
 def kill_at(phase: str, victim: int, directory: Path) -> None:
-    module, _, name = PHASES[phase].rpartition(".")
+    module, _, name = (PHASES | BESIDE)[phase].rpartition(".")
     holder: Any = resolve_name(module)
     real, calls = getattr(holder, name), [0]
 

@@ -11,7 +11,8 @@
 Your own loop can continue what the built-in trainer began. The reverse is refused: the built-in trainer has no
 optimiser state for it, and its checkpoints are older than the run.
 
-Of several ranks each writes the tensors that it has to `shards` (shards.py). Any number of ranks reads either kind.
+Of several ranks each writes the tensors that it has to `shards` (shards.py); adapters are small, and whole. Any number
+of ranks reads either kind. With `trainer.async_checkpoints` a checkpoint is written from copies, while steps go on.
 
 The state lists the batches that the weights were trained on, and what was dropped from them. They are acked only after
 the rename, so a trainer killed at any point trains each batch once: acking twice is harmless, training twice
@@ -25,6 +26,7 @@ import contextlib
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
@@ -36,9 +38,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sluice.consumers.training import lora
-from sluice.consumers.training.model import HANDOFF_FILE, copy_settings, read_model, write_model
+from sluice.consumers.training.model import HANDOFF_FILE, copy_settings, own_tensors, read_model, write_model
 from sluice.consumers.training.optimizer import optimizer_name
-from sluice.consumers.training.shards import load_shards
+from sluice.consumers.training.shards import gathered, load_shards, whole
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import ConfigError, DataError, MessageError, ModelError, WeightsError
 from sluice.pipeline.files import fsync_directory, fsync_tree, link_files, remove_unfinished, write_atomic
@@ -125,6 +127,83 @@ class TrainerState(msgspec.Struct, kw_only=True):
         self.dropped = dict(list(known.items())[-_RECENT_IDS:])
 
 
+@dataclass(frozen=True)
+class Copies:
+    """Tensors of a model and its optimiser, whole and in the host's memory."""
+
+    model: dict[str, torch.Tensor]  # of `own_tensors`
+    optimizer: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, with_model: bool, keep: bool) -> Copies:
+        """Every rank calls it, and those that don't `keep` them get none."""
+        moments, parts = optimizer_tensors(optimizer), own_tensors(model) if with_model else {}
+        return cls(gathered(parts, keep=keep), moments if keep else {})
+
+
+class Unfinished:
+    """A checkpoint in a directory that nobody reads until it's complete.
+
+    `copies` or `shards` make it independent of the model, which may then change before `complete`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        step: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        source: Path,
+        *,
+        written: Path | None = None,
+        copies: Copies | None = None,
+        shards: Callable[[Path], Callable[[], None]] | None = None,
+    ) -> None:
+        """`written`: a directory that `write_model` has filled with this model; its files are linked.
+
+        `shards`: makes every rank write its tensors; what it returns waits for that (`save_shards`, `ShardsBeside`).
+        """
+        self._root, self._target = root, root / f"step-{step:06d}"
+        self._model, self._optimizer, self._source, self._copies = model, optimizer, source, copies
+        self._aside = root / f".{self._target.name}.{secrets.token_hex(8)}.tmp"  # pids repeat across containers
+        (self._aside / "trainer").mkdir(parents=True)
+        self._has_model = written is not None
+        if written is not None:
+            link_files(written, self._aside)
+        self._written_by_all = None if shards is None else shards(self._aside / _SHARDS)
+
+    def complete(self, state: TrainerState, fence: Callable[[], None] = lambda: None) -> Path:
+        """Write the rest; returns the checkpoint's directory once it is durable.
+
+        `fence` is called right before the rename, and may raise to prevent it.
+        """
+        aside, name = self._aside, {_NAME: optimizer_name(self._optimizer)}
+        if self._written_by_all is None:
+            self._write_whole(name)
+        else:
+            if not self._has_model:
+                copy_settings(self._source, aside)
+            self._written_by_all()
+            fsync_tree(aside / _SHARDS)
+            write_atomic(aside / _OPTIMIZER_NAME, msgspec.json.encode(name))
+        write_atomic(aside / _STATE, msgspec.json.encode(state))
+        write_atomic(aside / _DIGESTS, msgspec.json.encode(_digests(aside)))
+        fsync_tree(aside / "trainer")
+        fsync_tree(aside)
+        fence()
+        # Fails where there is one: only a trainer that has replaced this one can have written it.
+        aside.rename(self._target)
+        fsync_directory(self._root)
+        return self._target
+
+    def _write_whole(self, name: dict[str, str]) -> None:
+        copies = self._copies
+        if not self._has_model:
+            write_model(self._model, self._source, self._aside, copies.model if copies else None)
+        moments = copies.optimizer if copies else optimizer_tensors(self._optimizer)
+        save_file(moments, str(self._aside / _OPTIMIZER), name)
+
+
 def save(
     root: Path,
     model: torch.nn.Module,
@@ -132,38 +211,10 @@ def save(
     state: TrainerState,
     source: Path,
     fence: Callable[[], None] = lambda: None,
-    *,
-    written: Path | None = None,
-    shards: Callable[[Path], None] | None = None,
+    **given: Any,
 ) -> Path:
-    """Write step `state.step`; returns its directory once it is durable.
-
-    `written`: a directory that `write_model` has filled with this model; its files are linked. `fence` is called right
-    before the rename, and may raise to prevent it. `shards`: makes every rank write its tensors (`save_shards`).
-    """
-    target = root / f"step-{state.step:06d}"
-    aside = root / f".{target.name}.{secrets.token_hex(8)}.tmp"  # pids repeat across containers
-    (aside / "trainer").mkdir(parents=True)
-    if written is not None:
-        link_files(written, aside)
-    elif shards is None:
-        write_model(model, source, aside)
-    else:
-        copy_settings(source, aside)
-    if shards is None:
-        save_file(_optimizer_tensors(optimizer), str(aside / _OPTIMIZER), {_NAME: optimizer_name(optimizer)})
-    else:
-        shards(aside / _SHARDS)
-        fsync_tree(aside / _SHARDS)
-        write_atomic(aside / _OPTIMIZER_NAME, msgspec.json.encode({_NAME: optimizer_name(optimizer)}))
-    write_atomic(aside / _STATE, msgspec.json.encode(state))
-    write_atomic(aside / _DIGESTS, msgspec.json.encode(_digests(aside)))
-    fsync_tree(aside / "trainer")
-    fsync_tree(aside)
-    fence()
-    aside.rename(target)  # fails where there is one: only a trainer that has replaced this one can have written it
-    fsync_directory(root)
-    return target
+    """Write step `state.step` from start to end; the arguments are those of `Unfinished` and `complete`."""
+    return Unfinished(root, state.step, model, optimizer, source, **given).complete(state, fence)
 
 
 def newest(root: Path) -> Path | None:
@@ -281,11 +332,12 @@ def _all(root: Path) -> list[Path]:
     return sorted(root.glob("step-*"), key=lambda path: (len(path.name), path.name))
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Copies, whole; of a sharded one every rank calls it."""
     tensors = {"rng": torch.get_rng_state()}
     for index, entries in optimizer.state_dict()["state"].items():
         for name, value in _flat(entries):
-            tensors[f"{index}.{name}"] = value.detach().clone()
+            tensors[f"{index}.{name}"] = whole(value.detach()).clone()
     return tensors
 
 

@@ -29,10 +29,11 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from sluice.consumers.training.model import device_of
 from sluice.consumers.training.ranks import Ranks
+from sluice.consumers.training.shards import like, whole
 from sluice.pipeline.config.types import Config, FsdpConfig
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.logs import get_logger
@@ -278,7 +279,7 @@ def accept_whole_model(model: torch.nn.Module) -> None:
     parts: dict[str, Any] = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, DTensor)}
 
     def spread(_module: Any, state: dict[str, Any], *_: Any) -> None:
-        state.update({name: _like(parts[name], value) for name, value in state.items() if name in parts})
+        state.update({name: like(parts[name], value) for name, value in state.items() if name in parts})
 
     model.register_load_state_dict_pre_hook(spread)
 
@@ -300,36 +301,10 @@ def accept_whole_moments(optimizer: torch.optim.Optimizer) -> None:
     def spread(_optimizer: Any, tree: dict[str, Any]) -> dict[str, Any]:
         params = dict(enumerate(param for group in optimizer.param_groups for param in group["params"]))
         state = {
-            at: {name: _like(params[at], value) if value.ndim else value for name, value in kept.items()}
+            at: {name: like(params[at], value) if value.ndim else value for name, value in kept.items()}
             for at, kept in tree["state"].items()
             if at in params  # PyTorch's Distributed Checkpoint numbers them by name, and has parts already
         }
         return {**tree, "state": {**tree["state"], **state}}
 
     optimizer.register_load_state_dict_pre_hook(spread)
-
-
-def gathered(model: Any, *, keep: bool) -> dict[str, torch.Tensor]:
-    """A sharded model's full state dict in the host's memory, tied tensors as one; every rank calls it, and those that
-    don't `keep` it get an empty one. At most one tensor is whole on the device at a time.
-    """
-    found: dict[str, torch.Tensor] = {}
-    first: dict[int, str] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        same = first.setdefault(id(value), name)
-        tensor = None if same != name else whole(value.detach())
-        if keep:
-            found[name] = found[same] if tensor is None else tensor.cpu()
-    return found
-
-
-def whole(tensor: Any) -> Any:
-    """The full tensor of a sharded one; any other value unchanged."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _like(part: Any, value: torch.Tensor) -> torch.Tensor:
-    """A full tensor with the layout of a sharded part; every rank has the same, so nothing is sent."""
-    if not isinstance(part, DTensor) or isinstance(value, DTensor):
-        return value
-    return distribute_tensor(value.to(part.device), part.device_mesh, part.placements, src_data_rank=None)

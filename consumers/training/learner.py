@@ -12,20 +12,19 @@ every rank writes the tensors that it holds (checkpoint.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from sluice.consumers.training import checkpoint
-from sluice.consumers.training.checkpoint import TrainerState
-from sluice.consumers.training.distributed import gathered
-from sluice.consumers.training.model import probe_score, write_model
+from sluice.consumers.training import checkpoint, lora
+from sluice.consumers.training.checkpoint import Copies, TrainerState, Unfinished
+from sluice.consumers.training.model import own_tensors, probe_score, write_model
 from sluice.consumers.training.ranks import Ranks
 from sluice.consumers.training.session import Fence
-from sluice.consumers.training.shards import save_shards
+from sluice.consumers.training.shards import ShardsBeside, gathered, save_shards
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.wire.messages import TrainingSample
@@ -57,13 +56,20 @@ class Probe(msgspec.Struct, tag=True):
 
 
 class Gather(msgspec.Struct, tag=True):
-    """Rank 0 gets the whole model."""
+    """Rank 0 gets the tensors of a version."""
+
+
+class Copy(msgspec.Struct, tag=True):
+    """Rank 0 gets those of a checkpoint."""
+
+    with_model: bool
 
 
 class Save(msgspec.Struct, tag=True):
-    """A checkpoint's tensors."""
+    """Every rank writes a checkpoint's tensors."""
 
     directory: str
+    limit_s: float | None = None  # write them beside later commands; the longest that one rank waits for another
 
 
 class Load(msgspec.Struct, tag=True):
@@ -72,7 +78,7 @@ class Load(msgspec.Struct, tag=True):
     directory: str
 
 
-Command = Run | Score | Probe | Gather | Save | Load
+Command = Run | Score | Probe | Gather | Copy | Save | Load
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
 _decoder = msgspec.msgpack.Decoder(Command, dec_hook=from_wire)
 
@@ -117,22 +123,50 @@ class Learner:
             write_model(self._step.model, self._source, directory)
             return
         with self._everywhere(Gather):
-            tensors = gathered(self._step.model, keep=True)
+            tensors = gathered(own_tensors(self._step.model), keep=True)
         write_model(self._step.model, self._source, directory, tensors)
 
     def save(self, root: Path, state: TrainerState, fence: Fence, written: Path | None) -> None:
-        """A checkpoint, durable with what every rank holds; `written` as in `checkpoint.save`."""
+        """A checkpoint, durable with what every rank holds; `written` as in `Unfinished`."""
         model, optimizer = self._step.model, self._step.optimizer
-        if self._ranks is None:
-            checkpoint.save(root, model, optimizer, state, self._source, fence, written=written)
-        else:
-            checkpoint.save(
-                root, model, optimizer, state, self._source, fence, written=written, shards=self._save_shards
-            )
+        given: dict[str, Any] = {} if self._ranks is None else self._parts(written is None, None)
+        checkpoint.save(root, model, optimizer, state, self._source, fence, written=written, **given)
 
-    def _save_shards(self, directory: Path) -> None:
-        with self._everywhere(lambda: Save(str(directory))):
-            save_shards(directory, self._step.model, self._step.optimizer)
+    def begin(self, root: Path, step: int, written: Path | None, limit_s: float) -> Unfinished:
+        """The same up to where the model may change; to `complete` it, a rank waits `limit_s` for the others."""
+        model, optimizer = self._step.model, self._step.optimizer
+        given = self._parts(written is None, limit_s)
+        return Unfinished(root, step, model, optimizer, self._source, written=written, **given)
+
+    def _parts(self, with_model: bool, limit_s: float | None) -> dict[str, Any]:
+        """What a checkpoint consists of: on several ranks shards; else, and of adapters, copies."""
+        if self._ranks is not None and not lora.has_adapter(self._step.model):
+            return {"shards": lambda directory: self._shards(directory, limit_s)}
+        with self._everywhere(lambda: Copy(with_model)):
+            return {"copies": self._copies(with_model, keep=True)}
+
+    def _shards(self, directory: Path, limit_s: float | None) -> Callable[[], None]:
+        with self._everywhere(lambda: Save(str(directory), limit_s)):
+            beside = self._save(directory, limit_s)
+        return (lambda: None) if beside is None else lambda: self._wait(beside, limit_s)
+
+    def _wait(self, beside: ShardsBeside, limit_s: float | None) -> None:
+        assert self._ranks is not None
+        assert limit_s is not None
+        with self._ranks.beside("a checkpoint beside the steps"):
+            beside.wait(limit_s)
+
+    def _copies(self, with_model: bool, *, keep: bool) -> Copies:
+        return Copies.of(self._step.model, self._step.optimizer, with_model=with_model, keep=keep)
+
+    def _save(self, directory: Path, limit_s: float | None) -> ShardsBeside | None:
+        """What this rank has; None once it's on disk."""
+        model, optimizer = self._step.model, self._step.optimizer
+        if limit_s is None:
+            save_shards(directory, model, optimizer)
+            return None
+        assert self._ranks is not None
+        return ShardsBeside(directory, model, optimizer, self._ranks.group_beside(limit_s))
 
     def load(self, directory: Path) -> TrainerState:
         """As `checkpoint.load`."""
@@ -159,9 +193,11 @@ class Learner:
             case Probe(token_ids):
                 probe_score(self._step.model, token_ids)
             case Gather():
-                gathered(self._step.model, keep=False)
-            case Save(directory):
-                save_shards(Path(directory), self._step.model, self._step.optimizer)
+                gathered(own_tensors(self._step.model), keep=False)
+            case Copy(with_model):
+                self._copies(with_model, keep=False)
+            case Save(directory, limit_s):
+                self._save(Path(directory), limit_s)
             case Load(directory):
                 self._load(Path(directory))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from sluice.consumers.training.shards import like
 from sluice.pipeline.config.suggest import nearest
 from sluice.pipeline.config.types import LoraConfig
 from sluice.pipeline.errors import ConfigError, WeightsError
@@ -46,13 +47,21 @@ def has_adapter(model: Any) -> bool:
     return next(_layers(model), None) is not None
 
 
-def write(model: Any, base: Path, target: Path) -> None:
-    """Write the two files of a model's adapter; `base`: the directory of the model that it was put into."""
-    tensors = {
-        tensor_name(name, part): getattr(layer, f"lora_{part}")[_NAME].weight.detach().cpu().contiguous()
+def parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Those of the adapter, named as in its file."""
+    return {
+        tensor_name(name, part): getattr(layer, f"lora_{part}")[_NAME].weight
         for name, layer in _layers(model)
         for part in "AB"
     }
+
+
+def write(model: Any, base: Path, target: Path, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write the two files of a model's adapter; `base`: the directory of the model that it was put into.
+
+    `tensors`: those of `parameters`, if they shall not be read from the model.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in (tensors or parameters(model)).items()}
     # One entry: safetensors writes several in random order, and equal adapters must have equal digests.
     save_file(tensors, str(target / ADAPTER_FILE), {BASE: base_digest(base)})
     # Sorted: sets have another order in every process, and the digest covers this file.
@@ -121,18 +130,14 @@ def _fill(model: Any, directory: Path) -> None:
         tensors = load_file(str(directory / ADAPTER_FILE))
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{directory}: its adapter cannot be read ({error})") from error
-    targets = {
-        tensor_name(name, part): getattr(layer, f"lora_{part}")[_NAME].weight
-        for name, layer in _layers(model)
-        for part in "AB"
-    }
+    targets = parameters(model)
     if odd := sorted(tensors.keys() ^ targets.keys()):
         raise WeightsError(f"{directory}: {odd[0]} is in the adapter or in the model, and not in both")
     with torch.no_grad():
         for name, tensor in tensors.items():
             if tensor.shape != targets[name].shape:
                 raise WeightsError(f"{directory}: {name} has shape {tuple(tensor.shape)}, not that of the model")
-            targets[name].copy_(tensor)
+            targets[name].copy_(like(targets[name], tensor))
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:

@@ -147,14 +147,14 @@ def probe_score(model: Any, token_ids: list[int]) -> float:
 def write_model(model: Any, source: Path, target: Path, tensors: dict[str, Tensor] | None = None) -> None:
     """Write a model directory: the weights of `model` in the hub's layout, every other file as in `source`.
 
-    `tensors`: its state dict, if this process has parts of the model only. Of a model with an adapter, the
-    adapter alone: the rest is `source`.
+    `tensors`: those of `own_tensors`, whole, if this process has parts of the model only, or the model may change. Of a
+    model with an adapter, the adapter alone: the rest is `source`.
 
     transformers holds some layers in other shapes than their checkpoints (experts in one tensor); its own saving
     converts them back, so every engine can read them.
     """
     if lora.has_adapter(model):
-        lora.write(model, source, target)
+        lora.write(model, source, target, tensors)
         return
     with tempfile.TemporaryDirectory(dir=target) as saved:
         # The full state dict: the model may be sharded.
@@ -163,6 +163,11 @@ def write_model(model: Any, source: Path, target: Path, tensors: dict[str, Tenso
             if file.name.endswith(_WEIGHTS):
                 file.rename(target / file.name)
     copy_settings(source, target)
+
+
+def own_tensors(model: Any) -> dict[str, Any]:
+    """What `write_model` writes of a model: its state dict, or its adapter's parameters; tied ones are one object."""
+    return dict(lora.parameters(model)) if lora.has_adapter(model) else model.state_dict(keep_vars=True)
 
 
 def copy_settings(source: Path, target: Path) -> None:

@@ -55,6 +55,7 @@ class Ranks:
         self._beating: asyncio.Task[None] | None = None
         self._commands, self._barrier = _gloo(timeout_s), _gloo(timeout_s)
         self._presence = _Presence(self.rank, self.size)
+        self._beside: dist.ProcessGroup | None = None
 
     @property
     def leads(self) -> bool:
@@ -96,6 +97,24 @@ class Ranks:
         """Raises RankLost once an idle rank is missed, inside `kept`."""
         assert self._beating is not None
         await asyncio.shield(self._beating)
+
+    def group_beside(self, timeout_s: float) -> dist.ProcessGroup:
+        """For collectives of another thread, beside the commands; all ranks ask for it at the same time."""
+        if self._beside is None:
+            self._beside = _gloo(timeout_s)
+        return self._beside
+
+    @contextlib.contextmanager
+    def beside(self, doing: str) -> Generator[None]:
+        """The block waits for collectives of another thread. Raises RankLost."""
+        try:
+            yield
+        except (SluiceError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:  # as in `_missing_named`
+            silent = self._presence.silent()
+            named = "; ".join(f"rank {rank} of {self.size} {how}" for rank, how in silent.items())
+            raise RankLost(f"{named or 'a rank is gone'}; so rank {self.rank} failed in {doing}: {error}") from error
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Of every rank's values, in float64."""
@@ -187,18 +206,31 @@ class _Presence:
     def missing(self, limit_s: float) -> dict[int, str]:
         """The other ranks that have fallen silent, or are still at work when this one has failed."""
         try:
-            first, until = self._seen(), time.monotonic() + limit_s
+            until = time.monotonic() + limit_s
             while True:
-                time.sleep(2 * _REPEAT_S)
-                now = self._seen()
-                silent = {rank: f"has ended or was stopped, in {what[1]}" for rank, what in now.items()
-                          if what[0] == first[rank][0]}  # fmt: skip
+                now, silent = self._heard()
                 busy = {rank: f"hangs in {what[1]}" for rank, what in now.items() if what[1] not in (_IDLE, _FAILED)}
                 if silent or not busy or time.monotonic() > until:
                     return silent or busy
         except RuntimeError as error:  # the store ends with the launcher
             get_logger().warning("cannot ask the other ranks what they do", cause=str(error))
             return {}
+
+    def silent(self) -> dict[int, str]:
+        """The other ranks that have fallen silent."""
+        try:
+            return self._heard()[1]
+        except RuntimeError:
+            return {}
+
+    def _heard(self) -> tuple[dict[int, tuple[str, str]], dict[int, str]]:
+        """What the others say, and those that say nothing new."""
+        first = self._seen()
+        time.sleep(2 * _REPEAT_S)
+        now = self._seen()
+        return now, {
+            rank: f"has ended or was stopped, in {what[1]}" for rank, what in now.items() if what[0] == first[rank][0]
+        }
 
     def _seen(self) -> dict[int, tuple[str, str]]:
         """Of every other rank: how often it has spoken, and what it does."""

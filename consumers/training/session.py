@@ -2,7 +2,8 @@
 
     batches ──▶ take ──▶ drop ──▶ step ──▶ commit: save ──▶ version's files ──▶ ack ──▶ register ──▶ workers
                  (some of them)  in memory        durable from here on
-                                     └───▶ publish: version's files ──▶ register, without a commit
+                                     ├───▶ publish: version's files ──▶ register, without a commit
+                                     └───▶ begin_commit … end_commit: save ──▶ ack, while later steps are made
 
 | waits for            | unblocked by                                              |
 |----------------------|-----------------------------------------------------------|
@@ -38,10 +39,11 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -70,6 +72,7 @@ from sluice.pipeline.wire.tokens import TokenArray
 from sluice.pipeline.wire.waits import Wait, WaitKind
 
 T = TypeVar("T")
+P = ParamSpec("P")
 _READ = 8  # entries per call
 _FILTERED = "dropped:zero_variance"
 
@@ -112,8 +115,21 @@ class _InTurn(msgspec.Struct):
     step: int | None = None
 
 
+def _alone(
+    change: Callable[Concatenate[Session, P], Awaitable[T]],
+) -> Callable[Concatenate[Session, P], Awaitable[T]]:
+    """For methods that replace the state, and wait in between."""
+
+    @wraps(change)
+    async def changed(session: Session, *args: P.args, **kwargs: P.kwargs) -> T:
+        async with session.changing:
+            return await change(session, *args, **kwargs)
+
+    return changed
+
+
 class Session:
-    """Valid while this process owns the run's trainer role. One caller, one event loop."""
+    """Valid while this process owns the run's trainer role. One event loop, and one caller but for `end_commit`."""
 
     def __init__(
         self,
@@ -143,6 +159,8 @@ class Session:
         self._publish_s: float | None = None  # checkpoint and publication of that version
         self._stepped_bytes: dict[str, int] = {}  # of unacked batches, by entry id
         self._durable_version = 0
+        self._saving_version: int | None = None  # between `begin_commit` and `end_commit`
+        self.changing = asyncio.Lock()
         self._committed = True  # False: a step, or the rest of a commit that failed behind the ack, waits for `commit`
         self.state = TrainerState()  # of the steps in memory
 
@@ -274,6 +292,7 @@ class Session:
         self.state.remember_dropped(letters.values())
         self._forget_images(letters)
 
+    @_alone
     async def step(
         self,
         record: Mapping[str, float],
@@ -345,6 +364,7 @@ class Session:
         else:
             await self._ack_taken(taken)
 
+    @_alone
     async def commit(self, save: Save, weights: Weights | None = None) -> None:
         """Make the steps since the last commit durable with `save`, and ack their batches.
 
@@ -366,6 +386,28 @@ class Session:
         self._committed = True
         self._show()
 
+    def begin_commit(self) -> TrainerState:
+        """A copy of the state, for `end_commit` once; its version is kept until then."""
+        self._saving_version = self.state.version
+        return replace(self.state)
+
+    async def end_commit(self, state: TrainerState, save: Save) -> None:
+        """Make a copy of an earlier state durable with `save`, and ack its batches; steps may follow meanwhile."""
+        await self._writing(save, state, self._fence())
+        await self._ack_behind(state)
+
+    @_alone
+    async def _ack_behind(self, state: TrainerState) -> None:
+        self._durable_version, self._saving_version = state.version, None
+        await asyncio.to_thread(self._records.known.durable, state.step)
+        await self._ack_pairs(state.unacked, state.unacked_drops)
+        acked = {entry_id for entry_id, _ in state.unacked}
+        self.state.unacked = [one for one in self.state.unacked if one[0] not in acked]
+        left = self.state.unacked_drops.items()
+        self.state.unacked_drops = {entry_id: letters for entry_id, letters in left if entry_id not in acked}
+        self._committed = self.state.step == state.step
+
+    @_alone
     async def publish(self, weights: Weights) -> None:
         """Make the weights of the steps so far the next version, though a kill undoes those since the last commit."""
         started = time.monotonic()
@@ -550,7 +592,8 @@ class Session:
         # What the evaluator holds it named before a version that could retire it came: see Evaluator._due.
         held = (await evaluation_of(self._role.client, self._role.keys)).held
         best = await asyncio.to_thread(best_of, self.run_dir)
-        kept = {*newest, self._durable_version, *held, *(one for one in (self._reference, best) if one is not None)}
+        others = (self._saving_version, self._reference, best)
+        kept = {*newest, self._durable_version, *held, *(one for one in others if one is not None)}
         gone = await asyncio.to_thread(versions.retired, self.root, kept, manifest.version)
         if self._config.deterministic:  # sequences wait for one version, and a broker may have lost it
             for number in newest[:-1]:

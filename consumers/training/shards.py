@@ -7,16 +7,23 @@ names that such a table needs are known (`_Table`). The tensors themselves are r
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.distributed import is_initialized
+from torch.distributed import ProcessGroup, is_initialized
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from sluice.pipeline.errors import DataError, DeadlineExceeded
 
 _MODEL, _OPTIMIZER, _TABLE = "model", "optimizer", ".metadata"
 _KNOWN = {
@@ -38,9 +45,53 @@ _KNOWN = {
 
 
 def save_shards(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write what this rank has; all ranks call it, and it returns once everything is on disk."""
+    """Write what this rank has; all ranks call it, and it returns once everything is on disk. Raises DataError."""
+    try:
+        save(_tensors(model, optimizer), checkpoint_id=directory)
+    except CheckpointException as error:
+        raise _not_written(directory, error) from error
+
+
+class ShardsBeside:
+    """The same from a copy in the host's memory, written by a thread of each rank: the model may change meanwhile.
+
+    All ranks make it at the same time. `group`: all ranks, with a CPU backend; nothing else may use it.
+    """
+
+    def __init__(
+        self, directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, group: ProcessGroup
+    ) -> None:
+        self._directory = directory
+        saving = async_save(_tensors(model, optimizer), checkpoint_id=directory, process_group=group)
+        self._saving = cast("Future[Any]", saving)  # with the default stager, which copies before it returns
+
+    def wait(self, limit_s: float) -> None:
+        """Return once everything of every rank is on disk. Raises DataError, DeadlineExceeded, and RuntimeError if a
+        rank is gone.
+        """
+        try:
+            self._saving.result(limit_s)
+        except FutureTimeout as error:
+            raise DeadlineExceeded(
+                f"{self._directory.parent.parent}: not on disk after {limit_s:g} s; is a disk slow? "
+                "Raise trainer.checkpoint_timeout_s, or set trainer.async_checkpoints: false"
+            ) from error
+        except CheckpointException as error:
+            raise _not_written(self._directory, error) from error
+
+
+def _tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     tensors, moments = get_state_dict(model, optimizer)
-    save({_MODEL: tensors, _OPTIMIZER: moments["state"]}, checkpoint_id=directory)
+    return {_MODEL: tensors, _OPTIMIZER: moments["state"]}
+
+
+def _not_written(directory: Path, error: CheckpointException) -> DataError:
+    """By the rank that failed first; PyTorch's own text is all ranks' stacks."""
+    rank, (why, _) = min(error.failures.items())
+    return DataError(
+        f"{directory.parent.parent}: rank {rank} cannot write its part of the checkpoint ({type(why).__name__}: "
+        f"{why}); all ranks need the run's directory, and room in it"
+    )
 
 
 def load_shards(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -67,3 +118,29 @@ class _Table(pickle.Unpickler):
         if isinstance(dtype, torch.dtype) or name in _KNOWN.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{_TABLE} names {module}.{name}, which the table of a checkpoint doesn't need")
+
+
+def whole(tensor: Any) -> Any:
+    """The full tensor of a sharded one, for which all ranks call it; any other value unchanged."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def like(part: Any, value: torch.Tensor) -> torch.Tensor:
+    """A full tensor with the layout of a sharded part; every rank has the same, so nothing is sent."""
+    if not isinstance(part, DTensor) or isinstance(value, DTensor):
+        return value
+    return distribute_tensor(value.to(part.device), part.device_mesh, part.placements, src_data_rank=None)
+
+
+def gathered(parts: Mapping[str, Any], *, keep: bool) -> dict[str, torch.Tensor]:
+    """Copies of the full tensors in the host's memory, tied ones as one; every rank calls it, and those that don't
+    `keep` them get none. At most one is whole on the device at a time.
+    """
+    found: dict[str, torch.Tensor] = {}
+    first: dict[int, str] = {}
+    for name, value in parts.items():
+        same = first.setdefault(id(value), name)
+        tensor = None if same != name else whole(value.detach())
+        if keep:
+            found[name] = found[same] if tensor is None else tensor.to("cpu", copy=True)
+    return found

@@ -19,7 +19,6 @@ import torch
 
 from sluice.consumers.pack import PackedRows
 from sluice.consumers.training import lora
-from sluice.consumers.training.distributed import whole
 from sluice.consumers.training.forward import Proof, TrainerForward, VisionSource
 from sluice.consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
 from sluice.consumers.training.model import freeze_vision
@@ -30,6 +29,7 @@ from sluice.consumers.training.policy.minibatches import minibatches
 from sluice.consumers.training.policy.surrogate import load_surrogate
 from sluice.consumers.training.ranks import Ranks
 from sluice.consumers.training.row_logits import RowLogits
+from sluice.consumers.training.shards import whole
 from sluice.pipeline.config.types import PolicyConfig, TrainerConfig
 from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.wire.messages import TrainingSample

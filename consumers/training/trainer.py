@@ -8,12 +8,14 @@
 | the trainer's role   | its last holder's end                            |
 | batches              | consumers                                        |
 | score jobs           | scorers, `policy.score_wait_s`, or a stop        |
+| the last checkpoint  | the disk; `trainer.checkpoint_timeout_s`         |
 
 - With a policy loss every sampled token gets the proximal logprob that the loss uses, or is marked. Samples without an
   advantage take no part in it and pass unchanged. Scores that don't arrive in time are counted as missing.
 - With `policy.kl_coef` the tokens are scored under the reference as well (policy/reference.py), in the same ask.
 - Every `trainer.publish_every` steps the weights become a version, every `trainer.checkpoint_every` steps a checkpoint.
-  If both are due, the checkpoint is durable before the version is registered.
+  If both are due, the checkpoint is durable before the version is registered, unless it's written beside the steps
+  (`trainer.async_checkpoints`).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from msgspec.structs import replace
 from sluice.consumers.samples import letter
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training import checkpoint
-from sluice.consumers.training.checkpoint import TrainerState
+from sluice.consumers.training.checkpoint import TrainerState, Unfinished
 from sluice.consumers.training.distributed import Sharding, sharding
 from sluice.consumers.training.images import SampleImages, pixels_of
 from sluice.consumers.training.learner import Learner
@@ -86,6 +88,7 @@ class Trainer:
         self._session = Session(role, owner, trackers or Trackers(role.config), images=images)
         self._checkpoints = self._session.run_dir / "checkpoints"
         self._probe = probe_tokens(self._learner.vocabulary, role.config.weights.probe_tokens, role.config.seed)
+        self._saving: asyncio.Task[None] | None = None  # a checkpoint beside the steps
         self._filler: Filler | None = None
         if role.config.policy.enabled:
             self._filler = Filler(role, self._learner, Scores(role.client, role.keys, owner.nonce))
@@ -99,6 +102,7 @@ class Trainer:
                 break
             async with self._session.guarding_files():  # the step reads the samples' pixels
                 await self._train(samples)
+        await self._saved()
         uncommitted, stopped = self._session.uncommitted, self._role.stop.is_set()
         await self._save(checkpoint_due=uncommitted, publish_due=not stopped)
         await self._session.close()
@@ -163,7 +167,11 @@ class Trainer:
         publish_due = step % config.publish_every == 0
         checkpoint_due = step % config.checkpoint_every == 0 or session.holds_much
         is_last = not (publish_due and checkpoint_due) and await session.nothing_follows()
-        await self._save(checkpoint_due=checkpoint_due or is_last, publish_due=publish_due or is_last)
+        await self._save(
+            checkpoint_due=checkpoint_due or is_last,
+            publish_due=publish_due or is_last,
+            beside=config.async_checkpoints and not is_last,
+        )
 
     async def _fill(self, samples: list[TrainingSample]) -> Ready | None:
         """The samples to train, with their proximal logprobs; None if asked to stop meanwhile."""
@@ -175,20 +183,61 @@ class Trainer:
         self._session.drop(ready.letters)
         return ready
 
-    async def _save(self, *, checkpoint_due: bool, publish_due: bool) -> None:
-        """Make the steps so far a checkpoint, a version, both (of the same files), or nothing."""
+    async def _save(self, *, checkpoint_due: bool, publish_due: bool, beside: bool = False) -> None:
+        """Make the steps so far a checkpoint, a version, both (of the same files), or nothing.
+
+        `beside`: return before the checkpoint is durable. A version of the same step is then published before it, as
+        one without a checkpoint is.
+        """
         session = self._session
-        if not publish_due or session.state.is_published:
-            if checkpoint_due:
-                await session.commit(self._write_checkpoint)
-        else:
-            async with self._staged() as weights:
-                if checkpoint_due:
-                    await session.commit(partial(self._write_checkpoint, written=weights.directory), weights)
-                else:
+        async with contextlib.AsyncExitStack() as files:
+            weights = None
+            if publish_due and not session.state.is_published:
+                weights = await files.enter_async_context(self._staged())
+            if not checkpoint_due:
+                if weights is not None:
                     await session.publish(weights)
-        if checkpoint_due:
-            await asyncio.to_thread(checkpoint.prune, self._checkpoints, self._config.trainer.keep_checkpoints)
+                return
+            written = None if weights is None else weights.directory
+            await self._saved()
+            if not beside:
+                await session.commit(partial(self._write_checkpoint, written=written), weights)
+                await self._prune()
+                return
+            limit_s = self._config.trainer.checkpoint_timeout_s
+            async with session.guarding_files():
+                step = session.state.step
+                begun = await asyncio.to_thread(self._learner.begin, self._checkpoints, step, written, limit_s)
+            if weights is not None:
+                await session.publish(weights)
+            state = session.begin_commit()
+            self._saving = self._role.spawn(self._end_commit(state, begun, limit_s))
+            self._saving.set_name(f"step-{state.step:06d}")
+
+    async def _end_commit(self, state: TrainerState, begun: Unfinished, limit_s: float) -> None:
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                await self._session.end_commit(state, begun.complete)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise DeadlineExceeded(
+                f"the checkpoint of step {state.step} was not on disk after {limit_s:g} s; is the disk slow? Raise "
+                "trainer.checkpoint_timeout_s, or set trainer.async_checkpoints: false"
+            ) from error
+        await self._prune()
+
+    async def _saved(self) -> None:
+        """Wait for the checkpoint that is being written, for at most what is left of its time."""
+        if self._saving is not None:
+            if not self._saving.done():
+                self._role.status.waiting(WaitKind.SAVING, self._saving.get_name())
+            await self._saving
+            self._role.status.waiting(None)
+            self._saving = None
+
+    async def _prune(self) -> None:
+        await asyncio.to_thread(checkpoint.prune, self._checkpoints, self._config.trainer.keep_checkpoints)
 
     @contextlib.asynccontextmanager
     async def _staged(self) -> AsyncGenerator[Weights]:

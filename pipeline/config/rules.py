@@ -165,6 +165,7 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
         "trainer.minibatches": config.trainer.minibatches,
         "trainer.ranks": config.trainer.ranks,
         "trainer.rank_timeout_s": config.trainer.rank_timeout_s,
+        "trainer.checkpoint_timeout_s": config.trainer.checkpoint_timeout_s,
         "trainer.keep_checkpoints": config.trainer.keep_checkpoints,
         "broker.socket_timeout_s": config.broker.socket_timeout_s,
         "weights.load_timeout_s": config.weights.load_timeout_s,
@@ -377,10 +378,11 @@ def _flow(config: Config) -> Iterator[tuple[bool, str]]:
         f"producer.max_staleness {producer.max_staleness} admits fewer than the {needed} sequences that a step may "
         "need with these consumers; raise it",
     )
-    held = producer.max_in_flight + producer.samples_per_version * config.trainer.checkpoint_every
+    unsaved, doubled = (2, "2 x ") if config.trainer.async_checkpoints else (1, "")
+    held = producer.max_in_flight + producer.samples_per_version * config.trainer.checkpoint_every * unsaved
     yield (
         held <= MOST_IN_BROKER,
-        f"the broker may hold {held:,} sequences at once (producer.max_in_flight + trainer.checkpoint_every x "
+        f"the broker may hold {held:,} sequences at once (producer.max_in_flight + {doubled}trainer.checkpoint_every x "
         f"producer.samples_per_version), more than {MOST_IN_BROKER:,}: steps keep theirs there until a checkpoint "
         "holds them; lower trainer.checkpoint_every or producer.max_in_flight",
     )
@@ -438,6 +440,7 @@ def _deterministic(config: Config) -> Iterator[tuple[bool, str]]:
         "trainer.external": (False, "it applies to the built-in trainer"),
         "trainer.ranks": (1, "the order in which ranks add depends on their number"),
         "trainer.publish_every": (1, "a version's number is that of its step"),
+        "trainer.async_checkpoints": (False, "bits after kills were proved with checkpoints that are waited for"),
         "policy.zero_variance": ("keep", "what takes a dropped group's place depends on time"),
         "rollout.url": (None, "a rollout has no version of its own"),
         "rollout_server.count": (0, "a rollout has no version of its own"),

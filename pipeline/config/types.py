@@ -407,6 +407,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     ciou_weight: float = 1.0  # of box regression
     publish_every: int = 1  # optimiser steps between two versions
     checkpoint_every: int = 1  # optimiser steps between two checkpoints; a kill undoes those since the last one
+    async_checkpoints: bool = False  # write checkpoints beside the next steps, from a copy in the host's memory
+    checkpoint_timeout_s: float = 1800.0  # a checkpoint beside the steps that isn't on disk by then ends the trainer
     keep_checkpoints: int = 2  # newest checkpoints to keep
     keep_rollouts: int | None = 0  # newest steps that keep samples in <run_dir>/<run>/rollouts; None = all
     max_versions: int | None = None  # stop after this version

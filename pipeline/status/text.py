@@ -13,6 +13,7 @@ _WAITS: dict[WaitKind, str] = {
     WaitKind.MODEL: "the model to load from {subject}",
     WaitKind.TOKENIZER: "the tokenizer of {subject}",
     WaitKind.CHECKPOINT: "checkpoint {subject} to load",
+    WaitKind.SAVING: "checkpoint {subject} to be on disk",
     WaitKind.FORWARD_PROOF: "the proof of the forward pass",
     WaitKind.WEIGHTS: "weights {subject} to load",
     WaitKind.VERSIONS: "the versions of this run",

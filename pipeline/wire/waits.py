@@ -24,6 +24,7 @@ class WaitKind(StrEnum):
     MODEL = "model"
     TOKENIZER = "tokenizer"
     CHECKPOINT = "checkpoint"
+    SAVING = "saving"  # an earlier checkpoint, on its way to the disk
     FORWARD_PROOF = "forward_proof"
     WEIGHTS = "weights"  # a version is loaded
     VERSIONS = "versions"  # those of the run are read

@@ -18,6 +18,7 @@ def start_and_kill(stack: Stack, phase: str, victim: int, ranks: int) -> Process
     started.expendable = True
     assert started.wait(240) != 0, started.tail()
     assert f"local_rank: {victim}" in started.text(), started.tail()
+    assert "Signal 9 (SIGKILL)" in started.text(), started.tail()
     return started
 
 

@@ -46,8 +46,10 @@ def on_ranks(stack: Stack, ranks: int, until: int) -> str:
     return ended_well(stack.start("train", *more))
 
 
-def test_a_run_goes_on_with_any_number_of_ranks(make_stack: MakeStack) -> None:
-    plain, spread = (ready_run(make_stack, weights={"retention": 10}) for _ in range(2))
+@pytest.mark.parametrize("beside", [False, True], ids=["waited for", "beside the steps"])
+def test_a_run_goes_on_with_any_number_of_ranks(make_stack: MakeStack, beside: bool) -> None:
+    trainer = {"keep_checkpoints": 10, "async_checkpoints": beside}
+    plain, spread = (ready_run(make_stack, weights={"retention": 10}, trainer=trainer) for _ in range(2))
     for step, ranks in enumerate((1, 4, 2, 1), start=1):
         said = on_ranks(spread, ranks, step)
         assert ("by=FSDP2" in said) == (ranks > 1)

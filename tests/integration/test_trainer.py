@@ -128,6 +128,100 @@ async def test_a_restart_trains_each_sequence_once_wherever_it_was_cut_off(
     await assert_each_once(client, keys, config, 3)
 
 
+CUTS_BESIDE = {
+    "at the copy": ("sluice.consumers.training.learner.Learner.begin", 2),
+    "after the copy, before the version": ("sluice.consumers.training.session.Session.publish", 2),
+    "while the checkpoint is written": ("sluice.consumers.training.checkpoint.Unfinished.complete", 2),
+    "before its rename": ("sluice.consumers.training.checkpoint.fsync_tree", 3),
+    "after the checkpoint, before the ack": ("sluice.consumers.training.session.Session._ack_behind", 2),
+    "before the old checkpoints go": ("sluice.consumers.training.checkpoint.prune", 2),
+}
+
+
+@pytest.mark.parametrize("place", CUTS_BESIDE)
+async def test_the_same_with_checkpoints_beside_the_steps(
+    place: str,
+    broker_config: BrokerConfig,
+    client: Any,
+    keys: Keys,
+    run_dir: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of(broker_config, keys, run_dir, async_checkpoints=True)
+    await hand_on(client, keys, 0, 4)
+    await cut_off_at(*CUTS_BESIDE[place], monkeypatch, train(config, source))
+    await train(config, source)
+    await assert_each_once(client, keys, config, 4)
+
+
+async def test_steps_go_on_while_a_checkpoint_is_written(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the first is acked before it's on disk, and the second waits for it."""
+    config = config_of(broker_config, keys, run_dir, async_checkpoints=True)
+    await hand_on(client, keys, 0, 4)
+    writing, go_on, written = threading.Event(), threading.Event(), list[int]()
+    real = checkpoint.Unfinished.complete
+
+    def slowly(self: checkpoint.Unfinished, state: checkpoint.TrainerState, *rest: Any) -> Path:
+        writing.set()
+        assert go_on.wait(60)
+        written.append(state.step)
+        return real(self, state, *rest)
+
+    monkeypatch.setattr(checkpoint.Unfinished, "complete", slowly)
+    training = asyncio.create_task(train(config, source))
+    metrics = Path(config.run_dir) / config.run / "metrics.jsonl"
+
+    async def two_steps() -> bool:
+        return [line["step"] for line in read_steps(metrics)] == [1, 2]
+
+    await eventually(two_steps, "the second step")
+    assert writing.is_set()
+    now = await snapshot(client, keys)
+    assert (now.trained, now.stepped) == (0, 4)
+    assert not written
+    go_on.set()
+    await training
+    assert written == [1, 2, 3, 4]
+    await assert_each_once(client, keys, config, 4)
+
+
+async def test_a_checkpoint_that_cannot_be_written_beside_the_steps_ends_the_trainer(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(broker_config, keys, run_dir, async_checkpoints=True)
+    await hand_on(client, keys, 0, 3)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full)
+        with pytest.raises(ExceptionGroup) as caught:
+            await train(config, source)
+    assert "No space left" in str(first_cause(caught.value))
+    await train(config, source)
+    await assert_each_once(client, keys, config, 3)
+
+
+async def test_a_checkpoint_beside_the_steps_has_its_time(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(broker_config, keys, run_dir, async_checkpoints=True, checkpoint_timeout_s=0.5)
+    await hand_on(client, keys, 0, 3)
+    disk = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Unfinished, "complete", lambda *_: disk.wait(60))
+        with pytest.raises(ExceptionGroup) as caught:
+            await train(config, source)
+        disk.set()
+    cause = first_cause(caught.value)
+    assert isinstance(cause, DeadlineExceeded)
+    assert "step 1 was not on disk after 0.5 s" in str(cause)
+
+
 async def test_a_save_that_outlasts_its_role_replaces_nothing_of_its_successor(
     broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

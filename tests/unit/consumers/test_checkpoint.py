@@ -100,6 +100,18 @@ def test_a_checkpoint_of_another_model_is_a_model_error(tmp_path: Path, source: 
         checkpoint.load(directory, step.model, step.optimizer)
 
 
+def test_a_checkpoint_from_copies_is_of_its_own_step(tmp_path: Path, source: Path) -> None:
+    step = train_step(source, learning_rate=1e-2)
+    steps(step, 1, 2)
+    expected = save(tmp_path / "at once", step, source, 2)
+    copies = checkpoint.Copies.of(step.model, step.optimizer, with_model=True, keep=True)
+    begun = checkpoint.Unfinished(tmp_path, 2, step.model, step.optimizer, source, copies=copies)
+    steps(step, 3, 4)
+    directory = begun.complete(TrainerState(step=2, version=2, unacked=[("1-0", 2)], samples=4))
+    for file in ("model.safetensors", "trainer/optimizer.safetensors", "trainer/digests.json", "config.json"):
+        assert (directory / file).read_bytes() == (expected / file).read_bytes(), file
+
+
 def test_an_interrupted_save_leaves_the_old_one(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = train_step(source)
     old = save(tmp_path, step, source, 1)

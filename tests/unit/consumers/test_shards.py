@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
 
-from sluice.consumers.training.shards import load_shards, save_shards
+from sluice.consumers.training.distributed import shard_model
+from sluice.consumers.training.shards import ShardsBeside, load_shards, save_shards
 from sluice.consumers.training.step import TrainStep
+from sluice.pipeline.config.types import FsdpConfig
+from sluice.pipeline.errors import DataError
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, same, train_step, weights_of
 
@@ -38,6 +44,38 @@ def test_what_was_saved_comes_back(saved: tuple[TrainStep, Path], source: Path) 
     load_shards(shards, other.model, other.optimizer)
     assert same(weights_of(other), weights_of(step))
     assert same(moments_of(other), moments_of(step))
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Any]:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield distributed.new_group(backend="gloo")
+    distributed.destroy_process_group()
+
+
+def test_shards_beside_the_steps_are_those_of_their_own_step(tmp_path: Path, source: Path, group: Any) -> None:
+    step = train_step(source, learning_rate=1e-3)
+    shard_model(step.model, FsdpConfig())
+    step.optimizer = torch.optim.AdamW(step.model.parameters(), lr=1e-3)
+    step.run([random_sample("a", 12)], 1)
+    before = {name: value.full_tensor().clone() for name, value in step.model.state_dict().items()}
+    writing = ShardsBeside(tmp_path / "shards", step.model, step.optimizer, group)
+    step.run([random_sample("b", 12)], 2)
+    after = {name: value.full_tensor().clone() for name, value in step.model.state_dict().items()}
+    writing.wait(60)
+    other = train_step(source)
+    load_shards(tmp_path / "shards", other.model, other.optimizer)
+    assert same(weights_of(other), before)
+    assert not same(after, before)
+
+
+def test_a_rank_that_cannot_write_is_named(tmp_path: Path, source: Path, group: Any) -> None:
+    (tmp_path / "file").touch()
+    step = train_step(source)
+    with pytest.raises(DataError, match="rank 0 cannot write its part of the checkpoint"):
+        save_shards(tmp_path / "file/trainer/shards", step.model, step.optimizer)
+    with pytest.raises(DataError, match="rank 0 cannot write its part of the checkpoint"):
+        ShardsBeside(tmp_path / "file/trainer/shards", step.model, step.optimizer, group).wait(60)
 
 
 @pytest.mark.parametrize(
