@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import distributed
 
+from sluice.consumers.training import lora
 from sluice.consumers.training.distributed import accept_whole_moments, shard_model
 from sluice.consumers.training.ranks import Ranks
 from sluice.consumers.training.shards import whole
 from sluice.consumers.training.step import TrainStep
-from sluice.pipeline.config.types import FsdpConfig, PolicyConfig, TrainerConfig
+from sluice.pipeline.config.types import FsdpConfig, LoraConfig, PolicyConfig, TrainerConfig
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
@@ -37,6 +38,8 @@ CASES = (
     "dpo",
     "grpo+kl+entropy",
     "grpo+checkpointing",
+    "decoupled_ppo+lora",
+    "gspo+lora+checkpointing",
 )
 HALF = ("decoupled_ppo+bf16", "dpo+bf16")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -96,19 +99,35 @@ def _measured(case: str, ranks: Ranks) -> dict[str, float]:
 
 
 def _step(loss: str, options: Sequence[str], ranks: Ranks | None, before: Callable[[Any], None]) -> TrainStep:
-    model = _model(tied="tied" in options)
-    before(model)
     policy: dict[str, Any] = {"enabled": True, "loss": loss}
     if loss == "dpo" or "kl" in options:
         policy |= {"kl_reference": 0, "kl_coef": 0.1} if loss != "dpo" else {"kl_reference": 0}
     if "entropy" in options:
         policy["entropy_coef"] = 0.01
     config = TrainerConfig(
-        micro_batch_tokens=64, max_grad_norm=1e9, minibatches=2 if "minibatches" in options else 1, learning_rate=1e-3
+        micro_batch_tokens=64,
+        max_grad_norm=1e9,
+        minibatches=2 if "minibatches" in options else 1,
+        learning_rate=1e-3,
+        lora=LoraConfig(rank=4) if "lora" in options else LoraConfig(),
     )
-    step = TrainStep(model, config, pad_id=0, row_tokens=48, policy=PolicyConfig(**policy), ranks=ranks)
+
+    def shard(model: Any) -> None:
+        _fill_adapters(model)
+        before(model)
+
+    model, loss_options = _model(tied="tied" in options), PolicyConfig(**policy)
+    step = TrainStep(model, config, pad_id=0, row_tokens=48, policy=loss_options, ranks=ranks, shard=shard)
     step.prove()
     return step
+
+
+@torch.no_grad()
+def _fill_adapters(model: Any) -> None:
+    """They start at 0, where half of them have no gradient."""
+    drawn = torch.Generator().manual_seed(_SEED)
+    for parameter in lora.parameters(model).values():
+        parameter.copy_(0.05 * torch.randn(parameter.shape, generator=drawn))
 
 
 def _gradients(step: TrainStep, samples: Sequence[TrainingSample]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -117,6 +136,8 @@ def _gradients(step: TrainStep, samples: Sequence[TrainingSample]) -> tuple[dict
 
     def add(*_: Any) -> None:
         for name, parameter in step.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             gradient = whole(parameter.grad).double()
             sums[name] = sums[name] + gradient if name in sums else gradient.clone()
 

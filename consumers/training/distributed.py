@@ -50,6 +50,7 @@ class Sharding:
 
     ranks: Ranks | None  # None: one process
     device: torch.device
+    sees: bool  # whether some ranks may have images in a pass, and others none
     before_optimizer: Callable[[Any], None]
     after_optimizer: Callable[[Any, torch.optim.Optimizer], None]
 
@@ -140,6 +141,7 @@ def _refuse_on_ranks(config: Config, size: int) -> None:
     for refused, instead in (
         (trainer.ranks not in (1, size), f"trainer.ranks: {size}, as many as were started"),
         (trainer.dropout, "trainer.dropout: false, since checkpoints hold the random state of one rank"),
+        (trainer.lora.dropout > 0, "trainer.lora.dropout: 0, for the same reason"),
         (trainer.claim_gpu, "trainer.claim_gpu: false, since it claims one GPU"),
         (trainer.optimizer != "adamw", "trainer.optimizer: adamw"),
         (torch.device(config.model.device if config.model.device != "auto" else "cpu").index is not None,
@@ -161,7 +163,7 @@ def _by_torch(config: Config) -> Sharding:
     def after(_model: Any, optimizer: torch.optim.Optimizer) -> None:
         accept_whole_moments(optimizer)
 
-    return Sharding(ranks, device, lambda model: shard_model(model, config.trainer.fsdp), after)
+    return Sharding(ranks, device, True, lambda model: shard_model(model, config.trainer.fsdp), after)
 
 
 def _by_its_plugin(config: Config, size: int) -> Sharding:
@@ -171,6 +173,7 @@ def _by_its_plugin(config: Config, size: int) -> Sharding:
     return Sharding(
         ranks,
         accelerator.device,
+        ranks is None,
         lambda _model: None,
         lambda model, optimizer: _shard(accelerator, model, optimizer, keep_whole=ranks is None),
     )
@@ -191,7 +194,9 @@ def shard_model(model: Any, options: FsdpConfig) -> None:
     }
     if options.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    # A vision tower is in the model's own group, which every pass gathers: one without images doesn't call its layers.
+    text = model if getattr(model.config, "vision_config", None) is None else model.get_decoder()
+    layers = [module for module in text.modules() if type(module).__name__ in kinds]
     for layer in layers:
         fully_shard(layer, **settings)
     fully_shard(model, **settings)

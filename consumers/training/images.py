@@ -8,6 +8,7 @@
 - Each image is processed and written once. Pixels are in files, not in memory: a step may have thousands of images, and
   the kernel drops mapped pages when memory is short.
 - Each process writes to a separate directory, so a replaced process can't harm files of its successor.
+- Of several ranks the first takes them, and the others read its files: `sent`, `ReceivedImages`.
 - `take`, `forget` and `close` belong to one event loop; `inputs` may be called from any thread.
 """
 
@@ -18,7 +19,7 @@ import contextlib
 import inspect
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,77 @@ class _Held:
     inputs: VisionInputs  # without images
     pixels: list[_Pixels]
 
+    def mapped(self) -> VisionInputs:
+        return replace(self.inputs, images=tuple(pixels.mapped() for pixels in self.pixels))
+
+    @property
+    def cost(self) -> int:
+        return sum(pixels.cost for pixels in self.pixels)
+
+
+class SentImage(msgspec.Struct):
+    """One image of `SentImages`; its tensors are files."""
+
+    directory: str  # below that of the run
+    names: tuple[str, ...]
+    cost: int
+    token_ids: tuple[int, ...]
+    token_types: tuple[int, ...]
+    core: tuple[int, int]
+    digest: str | None
+
+
+class SentImages(msgspec.Struct):
+    """The images of one sample, for another rank of this trainer."""
+
+    token_ids: tuple[int, ...]
+    token_types: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    axes: dict[str, int]
+    images: list[SentImage]
+
+
+class ReceivedImages:
+    """The images of samples that rank 0 has taken; their files are read from the run's directory."""
+
+    def __init__(self, config: Config, processor: VisionProcessor, directory: Path) -> None:
+        """`directory`: as in `SampleImages`."""
+        self.processor = processor
+        self.feature_bytes = config.images.cache_mb << 20
+        self._directory = directory
+        self._held: dict[str, _Held] = {}
+
+    @classmethod
+    def of(cls, config: Config, directory: Path) -> ReceivedImages | None:
+        """As `SampleImages.of`."""
+        processor = _processor_of(config)
+        return None if processor is None else cls(config, processor, directory)
+
+    def receive(self, sent: Mapping[str, SentImages]) -> None:
+        """These, by `seq_id`, instead of all earlier ones."""
+        self._held = {seq_id: self._of(one) for seq_id, one in sent.items()}
+
+    def inputs(self, sample: TrainingSample) -> VisionInputs | None:
+        """As in `SampleImages`."""
+        return self._held[sample.seq_id].mapped() if sample.images else None
+
+    def cost(self, sample: TrainingSample) -> int:
+        """As in `SampleImages`."""
+        return self._held[sample.seq_id].cost if sample.images else 0
+
+    def _of(self, sent: SentImages) -> _Held:
+        types = np.array(sent.token_types, dtype=np.int64)[None]
+        pixels = [
+            _Pixels(
+                self._directory / one.directory,
+                ProcessedImage(one.token_ids, one.token_types, one.core, {}, one.digest),
+                one.names,
+                one.cost,
+            )
+            for one in sent.images
+        ]
+        return _Held(VisionInputs(sent.token_ids, types, (), sent.spans, sent.axes), pixels)
+
 
 class SampleImages:
     """Use as `async with`. Raises DataError from `take` if the directory can't be written."""
@@ -89,11 +161,8 @@ class SampleImages:
     @classmethod
     def of(cls, config: Config, directory: Path) -> SampleImages | None:
         """None for a model that takes no images. Raises ModelError if its processor can't be loaded."""
-        if image_token_of(config.model) is None:
-            return None
-        import transformers
-
-        return cls(config, VisionProcessor.load(config.model, transformers), directory)
+        processor = _processor_of(config)
+        return None if processor is None else cls(config, processor, directory)
 
     async def __aenter__(self) -> SampleImages:
         await asyncio.to_thread(self._empty)
@@ -143,12 +212,32 @@ class SampleImages:
         """The forward pass's inputs for the sample's images; None for a sample without images."""
         if not sample.images:
             return None
-        held = self._of(sample)
-        return replace(held.inputs, images=tuple(pixels.mapped() for pixels in held.pixels))
+        return self._of(sample).mapped()
 
     def cost(self, sample: TrainingSample) -> int:
         """Tokens of the vision tower."""
-        return sum(pixels.cost for pixels in self._of(sample).pixels) if sample.images else 0
+        return self._of(sample).cost if sample.images else 0
+
+    def sent(self, samples: Iterable[TrainingSample]) -> dict[str, SentImages]:
+        """What `ReceivedImages` needs of them, by `seq_id`."""
+        return {sample.seq_id: self._sent(self._of(sample)) for sample in samples if sample.images}
+
+    def _sent(self, held: _Held) -> SentImages:
+        inputs = held.inputs
+        images = [
+            SentImage(
+                str(one.directory.relative_to(self._shared)),
+                one.names,
+                one.cost,
+                one.image.token_ids,
+                one.image.token_types,
+                one.image.core,
+                one.image.digest,
+            )
+            for one in held.pixels
+        ]
+        types = tuple(inputs.token_types[0].tolist())
+        return SentImages(inputs.token_ids, types, inputs.spans, dict(inputs.axes), images)
 
     def written(self, sample: TrainingSample) -> int:
         """The sample's placeholders outside its images: tokens the policy wrote."""
@@ -284,6 +373,14 @@ class SampleImages:
 def _delete(directories: Iterable[Path]) -> None:
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _processor_of(config: Config) -> VisionProcessor | None:
+    if image_token_of(config.model) is None:
+        return None
+    import transformers
+
+    return VisionProcessor.load(config.model, transformers)
 
 
 def pixels_of(config: Config) -> Path:

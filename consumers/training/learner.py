@@ -21,6 +21,7 @@ import numpy as np
 
 from sluice.consumers.training import checkpoint, lora
 from sluice.consumers.training.checkpoint import Copies, TrainerState, Unfinished
+from sluice.consumers.training.images import ReceivedImages, SampleImages, SentImages
 from sluice.consumers.training.model import own_tensors, probe_score, write_model
 from sluice.consumers.training.ranks import Ranks
 from sluice.consumers.training.session import Fence
@@ -41,12 +42,14 @@ class Run(msgspec.Struct, tag=True):
     version: int | None
     own: _Scores
     reference: _Scores
+    images: dict[str, SentImages] = {}
 
 
 class Score(msgspec.Struct, tag=True):
     """TrainStep.score."""
 
     samples: list[TrainingSample]
+    images: dict[str, SentImages] = {}
 
 
 class Probe(msgspec.Struct, tag=True):
@@ -86,9 +89,18 @@ _decoder = msgspec.msgpack.Decoder(Command, dec_hook=from_wire)
 class Learner:
     """Of one rank. The methods but `follow` are called on rank 0."""
 
-    def __init__(self, step: TrainStep, source: Path, config: ModelConfig, ranks: Ranks | None = None) -> None:
-        """`source`: the run's model directory; `ranks`: those that `step` was made for."""
+    def __init__(
+        self,
+        step: TrainStep,
+        source: Path,
+        config: ModelConfig,
+        ranks: Ranks | None = None,
+        images: SampleImages | ReceivedImages | None = None,
+    ) -> None:
+        """`source`: the run's model directory; `ranks`, `images`: those that `step` was made for."""
         self._step, self._source, self._config, self._ranks = step, source, config, ranks
+        self._taken = images if isinstance(images, SampleImages) else None
+        self._received = images if isinstance(images, ReceivedImages) else None
 
     @property
     def vocabulary(self) -> int:
@@ -104,12 +116,14 @@ class Learner:
         reference: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, float]:
         """As TrainStep.run."""
-        with self._everywhere(lambda: Run(list(samples), step, version, _packed(own), _packed(reference))):
+        with self._everywhere(
+            lambda: Run(list(samples), step, version, _packed(own), _packed(reference), self._sent(samples))
+        ):
             return self._step.run(samples, step, version=version, own=own, reference=reference)
 
     def score(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
         """As TrainStep.score."""
-        with self._everywhere(lambda: Score(list(samples))):
+        with self._everywhere(lambda: Score(list(samples), self._sent(samples))):
             return self._step.score(samples)
 
     def probe(self, token_ids: Sequence[int]) -> float:
@@ -186,9 +200,11 @@ class Learner:
 
     def _do(self, command: Command) -> None:
         match command:
-            case Run(samples, step, version, own, reference):
+            case Run(samples, step, version, own, reference, images):
+                self._receive(images)
                 self._step.run(samples, step, version=version, own=_unpacked(own), reference=_unpacked(reference))
-            case Score(samples):
+            case Score(samples, images):
+                self._receive(images)
                 self._step.score(samples)
             case Probe(token_ids):
                 probe_score(self._step.model, token_ids)
@@ -200,6 +216,13 @@ class Learner:
                 self._save(Path(directory), limit_s)
             case Load(directory):
                 self._load(Path(directory))
+
+    def _sent(self, samples: Sequence[TrainingSample]) -> dict[str, SentImages]:
+        return {} if self._taken is None else self._taken.sent(samples)
+
+    def _receive(self, images: dict[str, SentImages]) -> None:
+        if self._received is not None:
+            self._received.receive(images)
 
     @contextlib.contextmanager
     def _everywhere(self, command: Any) -> Generator[None]:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -49,9 +49,11 @@ class TrainStep:
         policy: PolicyConfig = PolicyConfig(),  # noqa: B008  (frozen)
         images: VisionSource | None = None,
         ranks: Ranks | None = None,
+        shard: Callable[[Any], None] = lambda _model: None,
     ) -> None:
         """`images`: of the samples; None if they have none. `ranks`: all of them make each call, with equal arguments,
-        and get equal results; None for one. Raises ConfigError for an unusable loss or adapter.
+        and get equal results; None for one. `shard`: replaces the model's parameters by this rank's part of them, in
+        place. Raises ConfigError for an unusable loss or adapter.
         """
         self.model, self._config, self._policy, self._ranks = model, config, policy, ranks
         self._surrogate = load_surrogate(policy) if policy.enabled and not policy.by_pairs else None
@@ -59,6 +61,7 @@ class TrainStep:
             lora.add(model, config.lora, text_only=config.freeze_vision)
         elif config.freeze_vision:
             freeze_vision(model)
+        shard(model)
         self._forward = TrainerForward(
             model, pad_id=pad_id, row_tokens=row_tokens, micro_batch_tokens=config.micro_batch_tokens, images=images
         )

@@ -41,7 +41,8 @@ from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training import checkpoint
 from sluice.consumers.training.checkpoint import TrainerState, Unfinished
 from sluice.consumers.training.distributed import Sharding, sharding
-from sluice.consumers.training.images import SampleImages, pixels_of
+from sluice.consumers.training.forward import VisionSource
+from sluice.consumers.training.images import ReceivedImages, SampleImages, pixels_of
 from sluice.consumers.training.learner import Learner
 from sluice.consumers.training.model import load_policy, probe_tokens, staging
 from sluice.consumers.training.policy.dpo import NO_RECORD, pair_members, without_proximal
@@ -83,7 +84,7 @@ class Trainer:
     ) -> None:
         """`images`: those that `step` reads; `ranks`: those that it was made for."""
         self._role, self._source = role, source
-        self._learner = Learner(step, source, role.config.model, ranks)
+        self._learner = Learner(step, source, role.config.model, ranks, images)
         self._config = role.config
         self._session = Session(role, owner, trackers or Trackers(role.config), images=images)
         self._checkpoints = self._session.run_dir / "checkpoints"
@@ -416,12 +417,13 @@ def _follow(config: Config, shards: Sharding, ranks: Ranks) -> None:
     if ranks.receive() is None:  # it ends before it has the trainer's role
         return
     with ranks.following("the start"):
-        step = _prepare(config, shards, None)
+        images = ReceivedImages.of(config, pixels_of(config))
+        step = _prepare(config, shards, images)
         step.prove()
-    Learner(step, Path(config.model.path), config.model, ranks).follow()
+    Learner(step, Path(config.model.path), config.model, ranks, images).follow()
 
 
-def _prepare(config: Config, shards: Sharding | None, images: SampleImages | None) -> TrainStep:
+def _prepare(config: Config, shards: Sharding | None, images: VisionSource | None) -> TrainStep:
     """The model and its optimiser; on every rank at the same time."""
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.trainer.torch_threads)
@@ -431,8 +433,6 @@ def _prepare(config: Config, shards: Sharding | None, images: SampleImages | Non
     source = Path(config.model.path)
     place = config.model if shards is None else replace(config.model, device=str(shards.device))
     model = load_policy(source, place, dropout=config.trainer.dropout)
-    if shards is not None:
-        shards.before_optimizer(model)
     codec = HFTextCodec(source)
     step = TrainStep(
         model,
@@ -443,6 +443,7 @@ def _prepare(config: Config, shards: Sharding | None, images: SampleImages | Non
         policy=config.policy,
         images=images,
         ranks=None if shards is None else shards.ranks,
+        **({} if shards is None else {"shard": shards.before_optimizer}),
     )
     if shards is not None:
         shards.after_optimizer(step.model, step.optimizer)
@@ -471,14 +472,10 @@ async def _train(config: Config, shards: Sharding | None, ranks: Ranks | None) -
         await cast("Awaitable[int]", role.client.delete(role.keys.state))  # how an earlier start ended
         provenance.store(config, Path(config.run_dir) / config.run)
         images = await asyncio.to_thread(SampleImages.of, config, pixels_of(config))
-        if ranks is not None and images is not None:
+        if ranks is not None and images is not None and shards is not None and not shards.sees:
             raise ConfigError(
-                f"a model that takes images trains on one rank, not on {ranks.size}; set trainer.ranks: 1 and no "
-                "trainer.fsdp"
-            )
-        if shards is not None and config.trainer.lora.enabled:
-            raise ConfigError(
-                "trainer.lora trains on one rank; set trainer.ranks: 1, and no trainer.fsdp or accelerate"
+                f"accelerate shards a vision tower by its layers, and of {ranks.size} ranks those without images in a "
+                "pass would never meet the others there; start the trainer with trainer.ranks or torchrun"
             )
         if shards is not None and config.trainer.optimizer != "adamw":
             raise ConfigError(

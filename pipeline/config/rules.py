@@ -418,9 +418,11 @@ def _ranks(config: Config) -> Iterator[tuple[bool, str]]:
             found == value,
             f"trainer.{key} {_shown(found)} with trainer.ranks {trainer.ranks}: {why}; set it to {_shown(value)}",
         )
+    dropout = trainer.lora.dropout
     yield (
-        not trainer.lora.enabled,
-        f"trainer.lora trains on one rank, and trainer.ranks is {trainer.ranks}; set it to 1",
+        not dropout,
+        f"trainer.lora.dropout {dropout} with trainer.ranks {trainer.ranks}: checkpoints hold the random state of one "
+        "process; set it to 0",
     )
 
 

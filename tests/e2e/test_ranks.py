@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from sluice.bench.ranks import CASES, gradient_errors
 from sluice.consumers.training.trainer import train
 from sluice.pipeline.config import load_config
+from sluice.pipeline.wire.messages import TrainingSample
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import BIN, Process, wait_gone
 from tests.e2e.ready_batches import STEPS, TOLERANCE, apart, ready_run
 from tests.e2e.stack import STOPPED, Stack
+from tests.seen_samples import image_files, processor_of, seeing_config, seen_sample
+from tests.tiny_vision_models import save_tiny_qwen3_vl
 
 FSDP = Path(__file__).parents[2] / "configs/accelerate/fsdp.yaml"
 
@@ -32,8 +37,10 @@ def test_gradients_and_records_are_those_of_one_process(ranks: int) -> None:
 
 
 def versions(stack: Stack) -> dict[int, dict[str, torch.Tensor]]:
+    """Whole, or adapters."""
     root = stack.run_dir / "weights"
-    return {number: load_file(root / f"v{number:06d}/model.safetensors") for number in range(1, STEPS + 1)}
+    files = {number: next((root / f"v{number:06d}").glob("*.safetensors")) for number in range(1, STEPS + 1)}
+    return {number: load_file(file) for number, file in files.items()}
 
 
 def ended_well(process: Process) -> str:
@@ -61,9 +68,66 @@ def test_a_run_goes_on_with_any_number_of_ranks(make_stack: MakeStack, beside: b
     assert not (spread.run_dir / "checkpoints/step-000004/trainer/shards").exists()
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_another_launcher_starts_the_ranks(make_stack: MakeStack, launcher: str) -> None:
-    plain, spread = (ready_run(make_stack, weights={"retention": 10}) for _ in range(2))
+def test_adapters_go_on_with_any_number_of_ranks(make_stack: MakeStack) -> None:
+    """Checkpoints of them are whole, and beside the steps as well."""
+    trainer = {"keep_checkpoints": 10, "lora": {"rank": 4}, "learning_rate": 1e-2, "async_checkpoints": True}
+    plain, spread = (ready_run(make_stack, weights={"retention": 10}, trainer=trainer) for _ in range(2))
+    for step, ranks in enumerate((1, 4, 2, 1), start=1):
+        assert ("by=FSDP2" in on_ranks(spread, ranks, step)) == (ranks > 1)
+    asyncio.run(train(load_config(plain.config_file, environ={"REDIS_URL": str(plain.broker_url)})))
+    ours, theirs = versions(spread), versions(plain)
+    assert all(apart(ours[number], theirs[number]) < TOLERANCE for number in ours)
+    assert max(float(tensor.abs().max()) for name, tensor in ours[STEPS].items() if "lora_B" in name) > 1e-3
+    assert not list(spread.run_dir.glob("checkpoints/*/trainer/shards"))
+    assert apart(moments(spread), moments(plain)) < TOLERANCE
+
+
+def moments(stack: Stack) -> dict[str, torch.Tensor]:
+    found = load_file(stack.run_dir / f"checkpoints/step-{STEPS:06d}/trainer/optimizer.safetensors")
+    return {name: tensor for name, tensor in found.items() if name != "rng"}
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen vision tower", "trained vision tower"])
+def test_images_are_trained_on_ranks(make_stack: MakeStack, tmp_path: Path, frozen: bool) -> None:
+    """In some passes one rank has images and the other has none."""
+    model, root = save_tiny_qwen3_vl(tmp_path / "model"), tmp_path / "scans"
+    config = seeing_config(model, root)
+    processor = processor_of(config)
+
+    def samples_of(step: int) -> list[TrainingSample]:
+        refs = image_files(root, 2, seed=10 * step)
+        return [
+            replace(sample, advantage=1.0 - 2 * member)
+            for member in range(2)
+            for sample in [
+                seen_sample(f"{step}-{member}", config, processor, refs[: (step + member) % 3], seed=10 * step)
+            ]
+        ]
+
+    sections: dict[str, Any] = {
+        "model": {"path": str(model), "device": "cpu"},
+        "images": {"roots": [str(root)]},
+        "trainer": {"keep_checkpoints": 10, "freeze_vision": frozen},
+        "weights": {"retention": 10},
+    }
+    plain, spread = (ready_run(make_stack, samples_of, **sections) for _ in range(2))
+    on_ranks(spread, 2, STEPS)
+    asyncio.run(train(load_config(plain.config_file, environ={"REDIS_URL": str(plain.broker_url)})))
+    ours, theirs = versions(spread), versions(plain)
+    assert all(apart(ours[number], theirs[number]) < TOLERANCE for number in ours)
+    tower = [name for name in ours[1] if "visual" in name]
+    assert all(torch.equal(ours[1][name], ours[STEPS][name]) for name in tower) == frozen
+    assert not (spread.run_dir / ".pixels").exists()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "adapter"),
+    [("torchrun", 0), ("accelerate", 0), ("accelerate", 4)],
+    ids=["torchrun", "accelerate", "accelerate with adapters"],
+)
+def test_another_launcher_starts_the_ranks(make_stack: MakeStack, launcher: str, adapter: int) -> None:
+    trainer = {"lora": {"rank": adapter}}
+    plain, spread = (ready_run(make_stack, weights={"retention": 10}, trainer=trainer) for _ in range(2))
     start = {
         "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"],
         "accelerate": [
