@@ -330,7 +330,7 @@ def test_an_adapters_dropout_is_random_in_training_alone(source: Path) -> None:
         ("trainer.lora.target_modules=[]", "trainer.lora.target_modules is empty"),
         ("trainer.lora.target_modules=all", "trainer.lora.target_modules"),
         ("trainer.lora.ranks=8", "did you mean 'rank'"),
-        ("trainer.lora.rank=8 trainer.ranks=2", "trainer.lora trains on one rank, and trainer.ranks is 2"),
+        ("trainer.lora.dropout=0.1 trainer.ranks=2", "trainer.lora.dropout 0.1 with trainer.ranks 2"),
         (
             "trainer.lora.dropout=0.1 policy.enabled=true policy.mismatch=mask",
             "policy.mismatch mask with trainer.lora.dr",
