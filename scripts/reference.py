@@ -98,7 +98,7 @@ _EXPLAINED = {
     "policy": "[policy.md](policy.md)",
     "scorer": "[policy.md](policy.md)",
     "eval": "[evaluation.md](evaluation.md)",
-    "weights": "[policy.md](policy.md)",
+    "weights": "[weights.md](weights.md)",
     "gateway": "[remote-rollouts.md](remote-rollouts.md)",
     "rollout_server": "[remote-rollouts.md](remote-rollouts.md)",
     "rollout": "[remote-rollouts.md](remote-rollouts.md#settings)",

@@ -34,6 +34,7 @@ TIERS = {
             "hosts/",
             "e2e/",
             "contract/test_architectures",
+            "contract/test_engine_carrier.py::test_other_layouts",
             "contract/test_policy_loss_trl.py",
             "contract/test_spec_vllm.py::test_vllm_vlm_request",
             "contract/test_vllm_ends.py",

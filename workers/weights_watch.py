@@ -32,7 +32,7 @@ class WeightsWatch:
         self._registry = WeightsRegistry(role.client, role.keys)
         self._backend, self._tell = backend, role.status.fact
         self._config: Config = role.config
-        self._carrier = carrier_of(role.config)
+        self._carrier = carrier_of(role.config, role.status.fact)
         self._refused: int | None = None
         self._latest: int | None = None
         self._is_proved = False  # the loaded weights score as the trainer measured
@@ -126,6 +126,7 @@ class WeightsWatch:
         probe = probe_of(manifest, backend.facts.dtype, tolerance, backend.version)
         directory = await asyncio.to_thread(self._carrier.fetch, manifest)
         await backend.load_weights(directory, version, probe, manifest.parent)
+        await asyncio.to_thread(self._carrier.keep, manifest)
         return manifest.published_at or time.time()
 
 

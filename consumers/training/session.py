@@ -147,7 +147,7 @@ class Session:
         self._config = role.config
         self.run_dir = Path(role.config.run_dir) / role.config.run
         self.root = self.run_dir / "weights"
-        self._carrier = carrier_of(role.config)
+        self._carrier = carrier_of(role.config, role.status.fact)
         self._reader = batch_reader(role.client, role.keys, role.name, owner)
         self._registry = WeightsRegistry(role.client, role.keys)
         self._records = StepRecords(role, trackers, self.run_dir)

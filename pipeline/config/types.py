@@ -423,7 +423,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 class WeightsConfig(Section, frozen=True, kw_only=True):
     """Published versions."""
 
-    transport: Literal["directory"] = "directory"  # how they reach the workers; directory: on a disk that all share
+    transport: Literal["directory", "engine"] = "directory"  # engine: in this host's memory as well
     cache_dir: str = ""  # on each host, for what it has fetched and verified; empty: sluice in ~/.cache
     retention: int = 4  # newest versions to keep on disk, beside policy.kl_reference; >= max_staleness + 2
     load_timeout_s: float = 600.0  # a worker that hasn't loaded a version by then ends, and its jobs go back

@@ -35,6 +35,7 @@ _WORDS = 600  # characters
 _NUMBERS = frozenset((
     "version", "refused_version", "running", "sequences", "tokens", "memory_bytes", "cpu_ms", "step", "samples",
     "handed", "pending", "open_groups", "rollouts", "requests", "answered", "failed", "llm_calls", "scored",
+    "weight_fallbacks",
 ))  # fmt: skip
 _WORDS_OF = frozenset(("owner", "engine", "repeat_terminate", "metrics", "url"))
 # A script that first frees memory may still write when the broker is full: a row replaces itself.

@@ -88,6 +88,13 @@ _PROCESS = [
     _role("process_open_fds", "open file descriptors", labels=()),
     _role("process_max_fds", "limit on open file descriptors", labels=()),
     _fact("weight_version", "weight version in use", "version", "worker", "trainer", "scorer"),
+    _fact(
+        "weight_fallbacks_total",
+        "versions that came a longer way than that of weights.transport",
+        "weight_fallbacks",
+        "worker",
+        "trainer",
+    ),
     _fact("decoded_tokens_total", "tokens sampled, of committed sequences", "tokens", "worker"),
     _fact("decoded_sequences_total", "sequences committed", "sequences", "worker"),
     _fact("running_sequences", "sequences in the engine", "running", "worker"),

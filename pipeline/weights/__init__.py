@@ -9,6 +9,8 @@ adapter: a version that is a LoRA adapter, and how it changes its base.
 
 line: which of them are live, and which was published from which.
 
+shared_memory: copies of versions in a host's memory, each with an owner.
+
 verified: what this host has verified, so that one of its processes hashes a version and not each.
 
 agreement: when two passes of one model over the same tokens agree; used by every model proof.

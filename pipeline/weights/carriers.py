@@ -6,6 +6,7 @@
 | transport   | publish                                    | fetch                                           |
 |-------------|--------------------------------------------|-------------------------------------------------|
 | `directory` | a directory in the run's, which all share  | that directory, verified once per host          |
+| `engine`    | the same, and a copy in shared memory      | on that host the copy, verified; else the same  |
 
 A carrier ends in a directory of the hub's layout (or an adapter's) whose digests are those of the manifest. Backends
 never know which carrier brought it. Its methods block: call them in a thread.
@@ -14,12 +15,17 @@ never know which carrier brought it. Its methods block: call them in a thread.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
 from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import WeightsError
+from sluice.pipeline.logs import get_logger
 from sluice.pipeline.weights import versions
+from sluice.pipeline.weights.shared_memory import MEMORY, Segments
 from sluice.pipeline.weights.verified import Verified
 from sluice.pipeline.wire.messages import WeightVersion
 
@@ -37,7 +43,14 @@ class Carrier(Protocol):
         ...
 
     def fetch(self, manifest: WeightVersion) -> Path:
-        """A directory on this host with the version's files, intact; it stays until `remove`. Raises WeightsError."""
+        """A directory on this host with the version's files, intact; it stays until `remove`, or the next `keep`.
+
+        Raises WeightsError: nothing has changed on this host then.
+        """
+        ...
+
+    def keep(self, manifest: WeightVersion) -> None:
+        """This version is in use now, and no other one that this process has fetched."""
         ...
 
     def remove(self, numbers: Collection[int]) -> None:
@@ -45,10 +58,12 @@ class Carrier(Protocol):
         ...
 
 
-def carrier_of(config: Config) -> Carrier:
-    """The one that the run uses, on whichever host this is."""
+def carrier_of(config: Config, tell: Callable[..., None] = lambda **_: None) -> Carrier:
+    """The one that the run uses, on whichever host this is; `tell` gets facts about it, from any thread."""
     verified = Verified(host_cache(config) / "verified", wait_s=config.weights.load_timeout_s)
-    return Directory(Path(config.run_dir) / config.run / "weights", Path(config.model.path), verified)
+    base = Path(config.model.path)
+    durable = Directory(Path(config.run_dir) / config.run / "weights", base, verified)
+    return SharedMemory(durable, config.run, base, tell) if config.weights.transport == "engine" else durable
 
 
 def host_cache(config: Config) -> Path:
@@ -80,5 +95,83 @@ class Directory:
         names = manifest.shards or [file.name for file in versions.deciding_files(directory)]
         self._verified.once(directory, manifest.digest, names, lambda: versions.check_files(manifest, directory))
 
+    def keep(self, manifest: WeightVersion) -> None:
+        """Only `remove` deletes here."""
+
     def remove(self, numbers: Collection[int]) -> None:
         versions.remove(self._root, numbers)
+
+
+class SharedMemory:
+    """A durable carrier, with a copy of the newest versions in the memory of the trainer's host.
+
+    What can't be shown or used there comes the durable way, which is logged and counted.
+    """
+
+    def __init__(
+        self,
+        durable: Carrier,
+        run: str,
+        base: Path | None = None,
+        tell: Callable[..., None] = lambda **_: None,
+        root: Path = MEMORY,
+    ) -> None:
+        """`base`: the model directory that adapters are put on; `tell` gets `weight_fallbacks`; `root`: a tmpfs."""
+        self._durable, self._base, self._tell = durable, base, tell
+        self._segments = Segments(root, run)
+        self._fallbacks = 0
+
+    def publish(self, source: Path, manifest: WeightVersion, fence: Callable[[], None]) -> WeightVersion:
+        """The copy is made at the same time, and shown when the version is durable."""
+        with ThreadPoolExecutor(1, thread_name_prefix="memory") as pool:
+            copying = pool.submit(self._copy, source)
+            try:
+                full = self._durable.publish(source, manifest, fence)
+            except BaseException:
+                if (copy := copying.result()) is not None:
+                    shutil.rmtree(copy, ignore_errors=True)
+                raise
+            if (copy := copying.result()) is not None:
+                self._segments.show(copy, full)
+        return full
+
+    def _copy(self, source: Path) -> Path | None:
+        try:
+            return self._segments.copy(source)
+        except (OSError, WeightsError) as error:
+            self._fall_back("the version isn't in shared memory; workers load the durable one", error)
+            return None
+
+    def fetch(self, manifest: WeightVersion) -> Path:
+        for found in self._segments.find(manifest):
+            try:
+                linked = self._segments.link(found, manifest.shards)
+            except FileNotFoundError:
+                continue  # retired: there are newer ones
+            except OSError as error:
+                self._fall_back("can't use shared memory; taking the durable version", error)
+                break
+            try:
+                return versions.verify(manifest, self._base, linked)
+            except WeightsError as error:
+                self._segments.drop(linked)
+                self._fall_back("the copy in shared memory is damaged; taking the durable version", error)
+        return self._durable.fetch(manifest)
+
+    def keep(self, manifest: WeightVersion) -> None:
+        self._segments.keep(manifest)
+        self._durable.keep(manifest)
+
+    def remove(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            self._segments.remove(number)
+        self._durable.remove(numbers)
+
+    def close(self) -> None:
+        """Unlink what this process has in memory; it happens at its end anyway."""
+        self._segments.close()
+
+    def _fall_back(self, event: str, error: Exception) -> None:
+        self._fallbacks += 1
+        self._tell(weight_fallbacks=self._fallbacks)
+        get_logger().warning(event, error=str(error), fallbacks=self._fallbacks)

@@ -15,12 +15,13 @@ import msgspec
 import pytest
 
 from sluice.pipeline.broker.ownership import Ownership
-from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.config.types import BrokerConfig, Config, WeightsConfig
 from sluice.pipeline.errors import ModelError, TornWeights
 from sluice.pipeline.queue import Claim
 from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.weights.carriers import Carrier, Directory, SharedMemory, carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry
-from sluice.pipeline.weights.versions import write_version
+from sluice.pipeline.weights.shared_memory import MEMORY
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, Progress, SamplingParams, SequenceResult, WeightVersion, decode
 from sluice.pipeline.wire.tokens import TokenArray
@@ -40,7 +41,8 @@ LONG = SamplingParams(max_new_tokens=200, temperature=5.0, seed=3)
 class Published:
     """Version directories of one run, each a model of its own."""
 
-    def __init__(self, client: Any, keys: Keys, run_dir: Path) -> None:
+    def __init__(self, client: Any, keys: Keys, run_dir: Path, carrier: Carrier | None = None) -> None:
+        self._carrier = carrier or Directory(run_dir / "weights")
         self.models: dict[int, Any] = {}
         self._owner, self._registry = Ownership(client, keys, "trainer"), WeightsRegistry(client, keys)
         self._run_dir = run_dir
@@ -54,7 +56,7 @@ class Published:
         manifest = WeightVersion(
             version=version, path="", digest="", probe_token_ids=TokenArray(probe), probe_score=score
         )
-        return write_version(model, self._run_dir / "weights", manifest)
+        return self._carrier.publish(model, manifest, lambda: None)
 
     async def publish(self, version: int, made: WeightVersion | None = None, **changes: Any) -> None:
         if version == 0:
@@ -118,6 +120,41 @@ async def test_sequences_go_on_under_new_weights(config: Config, client: Any, ke
     for result in found:
         published.assert_right(result)
     assert {version for result in found for version in result.versions} == {0, 1, 2}
+
+
+async def test_weights_come_by_shared_memory_and_what_is_damaged_there_does_not(
+    config: Config, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    """The worker keeps what it has loaded; a flipped bit in memory costs it nothing but the longer way."""
+    config = msgspec.structs.replace(config, weights=WeightsConfig(transport="engine"))
+    trainer = carrier_of(config)
+    assert isinstance(trainer, SharedMemory)
+    published = Published(client, keys, run_dir, trainer)
+    shown = functools.partial(MEMORY.glob, f"sluice-{keys.run}-*/v00000[12]-*")
+    try:
+        await published.publish(0)
+        for at, name in enumerate("abcd"):
+            await enqueue(client, keys, name, sampling=SamplingParams(max_new_tokens=120 + 7 * at))
+        async with engine(config) as backend, working(config, backend, "w") as worker:
+            await over(client, keys, 1)
+            await published.publish(1)
+            await eventually(functools.partial(is_at, backend, 1), "weights v1")
+            assert len(list(shown())) == 2, "the trainer's, and a link to it"
+            made = published.make(2)
+            (copy,) = MEMORY.glob(f"sluice-{keys.run}-*/v000002-*/model.safetensors")
+            whole = bytearray(copy.read_bytes())
+            whole[-1] ^= 1
+            copy.write_bytes(whole)
+            await published.publish(2, made)
+            await eventually(functools.partial(is_at, backend, 2), "weights v2")
+            assert worker._role.status.row.facts["weight_fallbacks"] == 1
+            await over(client, keys, 4)
+        found = (await results(client, keys)).values()
+        for result in found:
+            published.assert_right(result)
+        assert {version for result in found for version in result.versions} >= {0, 1}
+    finally:
+        trainer.close()
 
 
 async def test_an_engine_that_scores_otherwise_than_the_trainer_ends_at_the_start(

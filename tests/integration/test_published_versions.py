@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from msgspec.structs import replace
@@ -14,7 +14,9 @@ from sluice.consumers.training import checkpoint
 from sluice.consumers.training.session import Session
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.weights.carriers import carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.shared_memory import MEMORY
 from sluice.pipeline.weights.versions import numbered_directories, read_manifest, verify
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import WeightVersion
@@ -65,9 +67,10 @@ async def live(client: Any, keys: Keys, config: Config) -> list[WeightVersion]:
     return line
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("seed", "transport"), [*((seed, "directory") for seed in range(6)), (6, "engine")])
 async def test_a_run_with_kills_ends_with_the_weights_of_one_without(
     seed: int,
+    transport: Literal["directory", "engine"],
     broker_config: BrokerConfig,
     client: Any,
     keys: Keys,
@@ -79,6 +82,7 @@ async def test_a_run_with_kills_ends_with_the_weights_of_one_without(
     draw = random.Random(seed)
     every = {"publish_every": draw.randint(1, 3), "checkpoint_every": draw.randint(2, 4)}
     config = _keeping_all(config_of(broker_config, keys, run_dir, **every))
+    config = replace(config, weights=replace(config.weights, transport=transport))
     await hand_on(client, keys, 0, 6)
     for _ in range(3):
         try:
@@ -95,6 +99,8 @@ async def test_a_run_with_kills_ends_with_the_weights_of_one_without(
     assert [one.version for one in reversed(line)] == list(range(len(steps)))
     assert line[0].digest == await _digest_without_kills(every, broker_config, client, run_dir, source)
     assert verify(line[0])
+    in_memory = carrier_of(config).fetch(line[0])
+    assert (MEMORY in in_memory.parents) == (transport == "engine")
 
 
 async def _digest_without_kills(

@@ -71,6 +71,7 @@ class VersionedModel:
             self.version = before
             raise
         self.version = manifest.version
+        self._carrier.keep(manifest)
 
     def score(self, jobs: Sequence[ScoreJob], images: Sequence[Sequence[Any] | str] = ()) -> list[ScoreResult]:
         """One answer per job, all under the loaded version; a job that can't be scored gets an error.
