@@ -135,7 +135,7 @@ async def test_weights_come_by_shared_memory_and_what_is_damaged_there_does_not(
         await published.publish(0)
         for at, name in enumerate("abcd"):
             await enqueue(client, keys, name, sampling=SamplingParams(max_new_tokens=120 + 7 * at))
-        async with engine(config) as backend, working(config, backend, "w") as worker:
+        async with engine(config) as backend, decode_workers.working(config, backend) as worker:
             await over(client, keys, 1)
             await published.publish(1)
             await eventually(functools.partial(is_at, backend, 1), "weights v1")
