@@ -76,7 +76,7 @@ _MESSAGE = "the key is missing or wrong; send it as 'Authorization: Bearer KEY'"
 
 
 class BearerAuth:
-    """ASGI middleware: 401 unless the request has the key."""
+    """ASGI middleware: 401 unless the request has the key, as a bearer token or as `X-Api-Key`."""
 
     def __init__(self, app: ASGIApp, key: str | None, open_paths: Sequence[str] = OPEN_PATHS) -> None:
         self._app = app
@@ -103,7 +103,9 @@ def require_bearer(key: str | None) -> Callable[[HTTPConnection], None]:
 def _holds(scope: Scope, key: str | None) -> bool:
     if key is None:
         return True
-    given = _given(scope, b"authorization")
+    given, alone = _given(scope, b"authorization"), _given(scope, b"x-api-key")
+    if not given and len(alone) == 1:  # Anthropic's clients
+        return hmac.compare_digest(alone[0].strip(), key.encode())
     if len(given) != 1:
         return False
     scheme, _, token = given[0].partition(b" ")

@@ -36,7 +36,7 @@ from sluice.producers.gateway.decoding import Decoding
 from sluice.producers.gateway.images import RequestImages, Taken
 from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.refusals import Refusal, closed, unknown
-from sluice.producers.gateway.requests import ChatRequest, alone_in_group
+from sluice.producers.gateway.requests import ChatCall, TokenCall, alone_in_group
 from sluice.producers.gateway.tool_calls import Parsed, ToolParser, assistant_message, read_calls
 from sluice.producers.gateway.trajectory import known_token_ids, path_to
 from sluice.producers.gateway.turns import Plan, digest, plan_tokens, plan_turn
@@ -89,18 +89,6 @@ class Asked(Protocol):
     def parses_tools(self) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCall:
-    """A prompt of token ids."""
-
-    model: str
-    token_ids: list[int]
-    count: int = 1
-    stream: bool | None = False
-    rollout_id: str | None = None
-    parses_tools: bool = False
-
-
 PlanOf = Callable[[Sequence[Turn]], Awaitable[Plan]]
 """Plans the next turn after these."""
 
@@ -129,40 +117,37 @@ class Chat:
         """Stop rendering."""
         self._rendering.close()
 
+    def marker(self, call: ChatCall) -> str | None:
+        """Where the text of a stream ends for a tool call; None: nowhere, "": it comes whole."""
+        return getattr(self.parser, "marker", "") if call.parses_tools else None
+
     def check_model(self, name: str) -> None:
         """Raises Refusal (404)."""
         known = ("default", self._config.gateway.model_name)
         if name not in known:
             raise Refusal(404, f"model {name!r:.80} is not served; it may be {' or '.join(known)}", "model")
 
-    def check(self, request: ChatRequest) -> SamplingParams:
-        """Check what is cheap to check. Raises Refusal."""
-        self.check_model(request.model)
-        request.check()
-        return request.sampling(self._config.sampling)
-
     async def events(
-        self, request: ChatRequest, sampling: SamplingParams, idempotency_key: str | None = None
+        self, call: ChatCall, sampling: SamplingParams, once: Once | None = None
     ) -> AsyncGenerator[TokenDelta | Answer]:
         """Tokens as they arrive, if the request streams, then the answer. Raises Refusal, SluiceError, RedisError."""
         until = time.monotonic() + self._config.gateway.request_timeout_s
-        taken = await self._images.of_messages(request.plain_messages(), until)
-        plan = partial(self._plan, request, taken, sampling, until)
-        if request.rollout_id is None:
-            once = None if idempotency_key is None else Once.of(idempotency_key, request, request.count)
+        taken = await self._images.of_messages(call.messages, until)
+        plan = partial(self._plan, call, taken, sampling, until)
+        if call.rollout_id is None:
             images = taken.refs
-            if images and not (request.tools or request.response_mask):  # workers apply the processor's own template
+            if images and not (call.tools or call.response_mask):  # workers apply the processor's own template
                 prompt: dict[str, Any] = {"messages": taken.messages, "images": images}
             else:
                 planned = await plan([])
                 prompt = {"prompt_token_ids": TokenArray(planned.prompt_token_ids), "images": images}
             await self._images.store(taken, until)
-            flow = self._plain(request, prompt, sampling, until, once)
+            flow = self._plain(call, prompt, sampling, until, once)
         else:
-            flow = self._turn(request, request.rollout_id, plan, sampling, until, taken)
+            flow = self._turn(call, call.rollout_id, plan, sampling, until, taken)
         async with aclosing(flow) as events:
             async for event in events:
-                if request.stream or isinstance(event, Answer):
+                if call.stream or isinstance(event, Answer):
                     yield event
 
     async def token_events(
@@ -279,17 +264,17 @@ class Chat:
         return (await self._load(rollout_id)).turns, place  # another call of this rollout was faster
 
     async def _plan(
-        self, request: ChatRequest, taken: Taken, sampling: SamplingParams, until: float, turns: Sequence[Turn]
+        self, call: ChatCall, taken: Taken, sampling: SamplingParams, until: float, turns: Sequence[Turn]
     ) -> Plan:
         """Plan the next turn. Raises Refusal, RequestError, ModelError."""
         plan = partial(
             plan_turn,
             turns,
             taken.messages,
-            request.tools or [],
+            call.tools,
             sampling=sampling,
             renderer=self._renderer,
-            response_mask=request.response_mask,
+            response_mask=call.response_mask,
             images=taken.refs,
         )
         return await self.beside(plan, until, "rendering the prompt")

@@ -23,7 +23,7 @@ import msgspec
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.messages import FinishReason, Message, SequenceResult, TokenDelta
-from sluice.producers.gateway.refusals import refusal_of
+from sluice.producers.gateway.refusals import Refusal, refusal_of
 from sluice.producers.gateway.requests import ChatRequest
 
 DONE = b"data: [DONE]\n\n"
@@ -183,15 +183,31 @@ def event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-async def with_error(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The events; an error becomes the last one."""
+async def with_error(
+    events: AsyncIterator[bytes], shape: Callable[[Refusal], bytes] | None = None
+) -> AsyncIterator[bytes]:
+    """The events; an error becomes the last one, in `shape` (None: OpenAI's)."""
     try:
         async for one in events:
             yield one
     except Exception as error:  # the status has already been sent, so the stream must report it
         refusal = refusal_of(error)
         get_logger().warning("a stream ended with an error", status=refusal.status, reason=str(refusal))
-        yield event(refusal.body())
+        yield shape(refusal) if shape else event(refusal.body())
+
+
+async def texts(
+    source: AsyncIterator[TokenDelta | Answer], streams: Sequence[TextStream]
+) -> AsyncIterator[tuple[int, str] | Answer]:
+    """The texts of a streamed answer as they may be shown, each with its choice's index; then the answer."""
+    async for one in source:
+        if isinstance(one, Answer):
+            for index, message in enumerate(one.messages):
+                if text := streams[index].finish(message.get("content") or ""):
+                    yield index, text
+            yield one
+        elif text := streams[index := place_of(one)].push(one.token_ids):
+            yield index, text
 
 
 class ChatStream:
@@ -215,27 +231,21 @@ class ChatStream:
         """Bytes to send; exceptions of `source` pass through."""
         for index in range(len(self._texts)):
             yield event(self._chunks.delta(index, role="assistant", content=""))
-        async for one in source:
+        async for one in texts(source, self._texts):
             if isinstance(one, Answer):
                 for chunk in self._end(one):
                     yield event(chunk)
-            elif text := self._texts[index := place_of(one)].push(one.token_ids):
-                yield event(self._chunks.delta(index, content=text))
+            else:
+                yield event(self._chunks.delta(one[0], content=one[1]))
         yield DONE
 
     def _end(self, answer: Answer) -> Iterator[dict[str, Any]]:
         for index, message in enumerate(answer.messages):
-            if text := self._texts[index].finish(_content(message)):
-                yield self._chunks.delta(index, content=text)
             if calls := tool_call_deltas(message):
                 yield self._chunks.delta(index, tool_calls=calls)
         yield from self._chunks.last(answer, logprobs=self._logprobs)
         if self._request.wants_usage:
             yield self._chunks.usage(answer)
-
-
-def _content(message: Message) -> str:
-    return message.get("content") or ""
 
 
 def place_of(delta: TokenDelta) -> int:

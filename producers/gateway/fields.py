@@ -184,10 +184,114 @@ TOKENIZE: Mapping[str, Rule] = {
     )
 }
 
+_HOSTED = Rule("the gateway runs no tools, agents or stores of its own", ([],), "run it in your agent")
+_UNSEEN = Rule("thoughts aren't told apart from the answer")
+_CACHED = LABEL  # a prefix is kept whatever it says
+_DIRECT = Rule("tools are called by the model alone", ({"type": "direct"},))
+
+MESSAGES: Mapping[str, Rule] = {
+    "cache_control": _CACHED,
+    "cache_salt": LABEL,
+    "chat_template_kwargs": CHAT["chat_template_kwargs"],
+    "container": _HOSTED,
+    "context_management": Rule("the conversation is rendered as it is sent", ({}, {"edits": []})),
+    "diagnostics": Rule("nothing is diagnosed"),
+    "ec_transfer_params": _ENGINES_OWN,
+    "inference_geo": LABEL,
+    "kv_transfer_params": _ENGINES_OWN,
+    "mcp_servers": _HOSTED,
+    "metadata": LABEL,
+    "mm_payload": CHAT["mm_payload"],
+    "output_config": Rule(_SHAPED.why, ({},), _SHAPED.instead),
+    "output_format": _SHAPED,
+    "return_mm_kwargs": CHAT["return_mm_kwargs"],
+    "service_tier": Rule("there is one tier", ("auto", "standard_only")),
+    "speed": Rule("there is one speed", ("standard",)),
+    "thinking": Rule(_UNSEEN.why, ({"type": "disabled"},)),
+    "user_profile_id": LABEL,
+    "vllm_xargs": CHAT["vllm_xargs"],
+    "watermarking": CHAT["watermarking"],
+    "workspace_id": LABEL,
+}
+"""Of Anthropic's messages."""
+
+BLOCK: Mapping[str, Rule] = {
+    "cache_control": _CACHED,
+    "caller": _DIRECT,
+    "citations": Rule("nothing is cited", ([],)),
+    "toolset_name": Rule("there are no sets of tools"),
+    "transformations": _NO_IMAGE_OPTIONS,
+}
+"""Of a block of content."""
+
+MESSAGES_TOOL: Mapping[str, Rule] = {
+    "allowed_callers": Rule(_DIRECT.why, (["direct"],)),
+    "cache_control": _CACHED,
+    "defer_loading": Rule("every tool is shown", (False,)),
+    "eager_input_streaming": LABEL,  # arguments are streamed whole
+    "input_examples": Rule("the chat template shows no examples", ([],), "put them in the description"),
+}
+
+RESPONSES: Mapping[str, Rule] = {
+    **{name: rule for name, rule in _OPENAI_STYLE.items() if name not in ("best_of", "request_id", "response_format")},
+    "access_programs": LABEL,
+    "background": Rule("an answer is sent to its call", (False,)),
+    "context_management": Rule("the conversation is rendered as it is sent", ([],)),
+    "conversation": Rule("conversations go on by previous_response_id", instead="send that"),
+    "enable_response_messages": Rule("items are returned", (False,)),
+    "image": _HOSTED,
+    "include_reasoning": CHAT["include_reasoning"],
+    "max_tool_calls": Rule("the gateway runs no tools"),
+    "media_io_kwargs": _NO_IMAGE_OPTIONS,
+    "mm_processor_kwargs": _NO_IMAGE_OPTIONS,
+    "moderation": CHAT["moderation"],
+    "parallel_tool_calls": CHAT["parallel_tool_calls"],
+    "previous_input_messages": Rule("conversations go on by previous_response_id", instead="send that"),
+    "prompt": Rule("prompts are not stored", instead="send it in input"),
+    "prompt_cache_key": LABEL,
+    "prompt_cache_options": LABEL,
+    "prompt_cache_retention": LABEL,
+    "reasoning": Rule(_PLAIN_TEMPLATE.why, ({}, {"effort": None}, {"effort": None, "summary": None})),
+    "request_id": LABEL,
+    "safety_identifier": LABEL,
+    "service_tier": CHAT["service_tier"],
+    "text": Rule(
+        _SHAPED.why,
+        ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
+        _SHAPED.instead,
+    ),
+    "top_logprobs": CHAT["top_logprobs"],
+    "truncation": Rule(_TRUNCATED.why, ("disabled",), _TRUNCATED.instead),
+}
+"""Of OpenAI's responses."""
+
+ITEM: Mapping[str, Rule] = {
+    "annotations": Rule("nothing is annotated", ([],)),
+    "async": Rule("a tool's result comes in a later call", (False,)),
+    "caller": _DIRECT,
+    "id": LABEL,
+    "logprobs": LABEL,  # of an earlier answer
+    "namespace": Rule("tools have no namespaces"),
+    "phase": LABEL,
+    "prompt_cache_breakpoint": LABEL,
+    "status": LABEL,
+}
+"""Of an item of a response's input, or a part of one."""
+
+RESPONSES_TOOL: Mapping[str, Rule] = {
+    "allowed_callers": Rule(_DIRECT.why, (["direct"],)),
+    "async": Rule("a tool's result comes in a later call", (False,)),
+    "defer_loading": Rule("every tool is shown", (False,)),
+    "output_schema": Rule("the chat template shows no results' schemas", instead="put it in the description"),
+}
+
 STREAM: Mapping[str, Rule] = {
     "continuous_usage_stats": Rule("the counts come once, at the end", (False,)),
     "include_obfuscation": Rule("events are not padded", (False,)),
 }
+
+PARALLEL = Rule(CHAT["parallel_tool_calls"].why, (False,), CHAT["parallel_tool_calls"].instead)
+"""Of Anthropic's `disable_parallel_tool_use`."""
 
 TOOL_CHOICE = Rule("the model decides what it calls", ("auto", "none"), 'send "auto" or "none"')
 

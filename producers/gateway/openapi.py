@@ -105,6 +105,34 @@ COMPLETION_EXAMPLES: dict[str, Example] = {
     },
 }
 
+_TOOL = {
+    "name": "multiply",
+    "description": "The product of two numbers.",
+    "input_schema": {"type": "object", "properties": {"a": _NUMBER, "b": _NUMBER}, "required": ["a", "b"]},
+}
+_USED = {"type": "tool_use", "id": "call_9f2c_0", "name": "multiply", "input": {"a": 15, "b": 23}}
+
+MESSAGES_EXAMPLES: dict[str, Example] = {
+    "message": {"summary": "A message.", "value": {"model": "default", "max_tokens": 256, "messages": [_ASKED]}},
+    "turn": {
+        "summary": "The second turn of a rollout: the first call's messages, its answer, and the tool's result.",
+        "value": {
+            "model": "default",
+            "max_tokens": 256,
+            "rollout_id": "r-1",
+            "messages": [
+                _ASKED,
+                {"role": "assistant", "content": [_USED]},
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "call_9f2c_0", "content": "345"}],
+                },
+            ],
+            "tools": [_TOOL],
+        },
+    },
+}
+
 GENERATE_EXAMPLES: dict[str, Example] = {
     "tokens": {
         "summary": "Token ids and their log-probabilities.",
@@ -124,6 +152,27 @@ def _answer_of(description: str, whole: dict[str, Any], events: str) -> dict[int
     content = {_JSON: {"schema": _OBJECT, "example": whole}, "text/event-stream": streamed}
     return {200: {"description": description, "content": content}}
 
+
+MESSAGES = _answer_of(
+    "Anthropic's message, with the token ids of the prompt and the answer. With `stream` it is sent as Anthropic's "
+    "events; `message_delta` has our own fields.",
+    {
+        "id": "msg_9f2c",
+        "type": "message",
+        "role": "assistant",
+        "model": "default",
+        "content": [{"type": "text", "text": "345"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {"input_tokens": 4, "output_tokens": 2},
+        "system_fingerprint": "v3",
+        "prompt_token_ids": [11, 27, 30, 9],
+        "token_ids": [45, 8],
+        "logprobs": [-0.02, -0.11],
+    },
+    'event: message_start\ndata: {"type":"message_start","message":{…}}\n\n…\n\n'
+    'event: message_stop\ndata: {"type":"message_stop"}\n',
+)
 
 COMPLETIONS = _answer_of(
     "A choice for each answer of each prompt, in order. With `stream` it is sent as events, and `[DONE]`.",

@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -30,6 +32,32 @@ from sluice.producers.http.schemas import (
     TokenId,
 )
 from sluice.producers.http.schemas import Message as MessageSchema
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A conversation, in OpenAI's messages, whatever the API it came by."""
+
+    model: str
+    messages: Sequence[Message]
+    tools: Sequence[Any] = ()
+    response_mask: Sequence[int] | None = None
+    count: int = 1
+    stream: bool | None = False
+    rollout_id: str | None = None
+    parses_tools: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCall:
+    """A prompt of token ids."""
+
+    model: str
+    token_ids: list[int]
+    count: int = 1
+    stream: bool | None = False
+    rollout_id: str | None = None
+    parses_tools: bool = False
 
 
 class StreamOptions(ListedSchema):
@@ -132,6 +160,19 @@ class ChatRequest(SamplingOptions, CompletionsRequest):  # type: ignore[misc]
         default=None, description="Name the tokens of `logprobs` `token_id:N` instead of by their text."
     )
     tool_choice: Any = Field(default=None, description='`"auto"`, or `"none"`: calls in the answer stay text.')
+
+    def call(self) -> ChatCall:
+        """What is asked. Raises Refusal (400) for values the queue can't carry."""
+        return ChatCall(
+            self.model,
+            self.plain_messages(),
+            self.tools or (),
+            self.response_mask,
+            self.count,
+            self.stream,
+            self.rollout_id,
+            self.parses_tools,
+        )
 
     def plain_messages(self) -> list[Message]:
         """The messages as they came. Raises Refusal (400) for values the queue can't carry."""

@@ -16,8 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 from sluice.pipeline.errors import MessageError, RequestError
 from sluice.pipeline.wire.messages import TokenDelta
+from sluice.producers.gateway.chat import Once
 from sluice.producers.gateway.completion import Answer, ChatStream, by_id, with_error
 from sluice.producers.gateway.infer import encode_envelopes, read_call
+from sluice.producers.gateway.messages_api import MessagesRequest
 from sluice.producers.gateway.openapi import CHAT, CHAT_EXAMPLES, INFER, INFER_BODY, errors
 from sluice.producers.gateway.refusals import Refusal, closed
 from sluice.producers.gateway.requests import ChatRequest, FinishRequest, OpenRequest
@@ -114,7 +116,7 @@ def _add_chat(router: APIRouter, service: Service) -> None:
         return await _chat(service, in_rollout(body, header=x_rollout_id, url=rollout_id), request)
 
 
-_RequestT = TypeVar("_RequestT", ChatRequest, CompletionRequest, GenerateRequest)
+_RequestT = TypeVar("_RequestT", ChatRequest, CompletionRequest, GenerateRequest, MessagesRequest)
 
 
 def in_rollout(body: _RequestT, *, header: str | None = None, url: str | None = None) -> _RequestT:
@@ -183,22 +185,25 @@ def _add_models(router: APIRouter, service: Service) -> None:
 
 
 async def _chat(service: Service, body: ChatRequest, request: Request, idempotency_key: str | None = None) -> Response:
-    sampling = service.chat.check(body)
+    service.chat.check_model(body.model)
+    body.check()
+    sampling = body.sampling(service.config.sampling)
+    call = body.call()
+    once = None if idempotency_key is None else Once.of(idempotency_key, body, body.count)
     names = None if not body.logprobs else by_id if body.return_tokens_as_token_ids else service.token_names
     async with AsyncExitStack() as held:
         held.enter_context(service.gate.enter())
-        source = await held.enter_async_context(aclosing(service.chat.events(body, sampling, idempotency_key)))
+        source = await held.enter_async_context(aclosing(service.chat.events(call, sampling, once)))
         first = await unless_gone(request, anext(source))  # refusals come before the first byte
         if isinstance(first, Answer) and not body.stream:
             count_tokens(service, first)
             whole = first.completion(logprobs=names)
             return Response(msgspec.json.encode(whole), media_type=JSON)
-        marker = getattr(service.chat.parser, "marker", "") if body.parses_tools else None
         stream = ChatStream(
             body,
             stop=sampling.stop,
             decode=service.decode,
-            marker=marker,
+            marker=service.chat.marker(call),
             name=secrets.token_hex(12),
             logprobs=names,
         )

@@ -1,6 +1,6 @@
 """The gateway's process: its tasks and its ASGI application.
 
-    request ─▶ Measured ─▶ BearerAuth ─▶ HostGate ─▶ JsonOnly ─▶ BodyLimit ─▶ routes ─▶ Service
+    request ─▶ Measured ─▶ MessagesErrors ─▶ BearerAuth ─▶ HostGate ─▶ JsonOnly ─▶ BodyLimit ─▶ routes ─▶ Service
 
 | waits for       | unblocked by         |
 |-----------------|----------------------|
@@ -34,6 +34,8 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.thread_pool import lost_threads
 from sluice.pipeline.wire.waits import WaitKind
+from sluice.producers.gateway.agent_routes import MESSAGES_PATHS, agent_routes
+from sluice.producers.gateway.messages_api import MessagesErrors
 from sluice.producers.gateway.metrics import Measured
 from sluice.producers.gateway.openapi import errors
 from sluice.producers.gateway.refusals import Refusal, of_schema, refusal_of
@@ -102,6 +104,7 @@ async def _report(role: Role, service: Service) -> None:
 
 _TAGS = [
     {"name": "completions", "description": "Answers from the model, with the weights served at the time."},
+    {"name": "agents", "description": "The same for agents that speak another API than chat completions."},
     {"name": "tokens", "description": "The same in text or token ids, without a chat, and the tokenizer."},
     {"name": "rollouts", "description": "End a rollout of several calls: publish it for training, or drop it."},
     {"name": "service", "description": "The state of this process, and its numbers."},
@@ -149,9 +152,11 @@ def make_app(service: Service, key: str | None) -> FastAPI:
     names = service.config.gateway.names
     app.add_middleware(HostGate, names=names, setting="gateway.names", has_key=key is not None)
     app.add_middleware(BearerAuth, key=key, open_paths=(*OPEN_PATHS, *api_page.OPEN_PATHS))
+    app.add_middleware(MessagesErrors, paths=MESSAGES_PATHS)
     app.add_middleware(Measured, metrics=service.metrics)
     app.include_router(chat_routes(service))
     app.include_router(token_routes(service))
+    app.include_router(agent_routes(service))
     app.include_router(rollout_routes(service))
     _service_routes(app, service)
     api_page.add_api_page(app)

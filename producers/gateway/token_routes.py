@@ -17,11 +17,11 @@ from pydantic import BaseModel, Field
 
 from sluice.pipeline.prompts.admission import image_parts
 from sluice.pipeline.wire.messages import SamplingParams
-from sluice.producers.gateway.chat import Once, TokenCall
+from sluice.producers.gateway.chat import Once
 from sluice.producers.gateway.completion import Answer, with_error
 from sluice.producers.gateway.openapi import COMPLETION_EXAMPLES, COMPLETIONS, GENERATE, GENERATE_EXAMPLES, errors
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.requests import check_can_travel
+from sluice.producers.gateway.requests import TokenCall, check_can_travel
 from sluice.producers.gateway.routes import (
     JSON,
     SCOPE,

@@ -82,9 +82,19 @@ async def test_two_keys_are_none(closed: Served) -> None:
     assert answer.startswith(b"HTTP/1.1 401 ")
 
 
-@pytest.mark.parametrize("scheme", [b"Bearer", b"bearer"])
-async def test_with_the_key_it_is_answered(closed: Served, scheme: bytes) -> None:
-    line = b"Authorization: " + scheme + b" " + KEY.encode() + b"\r\nConnection: close\r\n"
+@pytest.mark.parametrize("others", [[b"X-Api-Key: "], [b"X-Api-Key: ", b"Authorization: Bearer x"]])
+async def test_a_wrong_or_second_key_opens_nothing(closed: Served, others: list[bytes]) -> None:
+    right = b"X-Api-Key: " + KEY.encode() + b"\r\n"
+    line = right + b"\r\n".join(others) + b"\r\n"
+    answer = await closed.exchange(b"POST /raw HTTP/1.1\r\nHost: x\r\n" + line + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    answer = await closed.exchange(b"POST /raw HTTP/1.1\r\nHost: x\r\nX-Api-Key: wrong\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize("header", [b"Authorization: Bearer ", b"Authorization: bearer ", b"X-Api-Key: "])
+async def test_with_the_key_it_is_answered(closed: Served, header: bytes) -> None:
+    line = header + KEY.encode() + b"\r\nConnection: close\r\n"
     answer = await closed.exchange(b"POST /unread HTTP/1.1\r\nHost: x\r\n" + line + b"\r\n")
     assert answer.endswith(b'"unread"')
 

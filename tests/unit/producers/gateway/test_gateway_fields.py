@@ -12,6 +12,15 @@ from pydantic import ValidationError
 
 from sluice.producers.gateway import fields
 from sluice.producers.gateway.fields import ListedSchema
+from sluice.producers.gateway.messages_api import (
+    ApiTool,
+    CountRequest,
+    ImageBlock,
+    MessagesRequest,
+    TextBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.requests import ChatRequest, FinishRequest, OpenRequest, StreamOptions
 from sluice.producers.gateway.token_requests import (
@@ -38,8 +47,27 @@ def test_every_field_of_openais_parameters_is_known() -> None:
     assert names(CompletionParams) <= known(CompletionRequest)
 
 
+def test_every_field_of_anthropics_parameters_is_known() -> None:
+    pytest.importorskip("anthropic")
+    from anthropic.types import ImageBlockParam, TextBlockParam, ToolParam, ToolResultBlockParam, ToolUseBlockParam
+    from anthropic.types.message_count_tokens_params import MessageCountTokensParams
+    from anthropic.types.message_create_params import MessageCreateParamsStreaming
+
+    for theirs, ours in (
+        (MessageCreateParamsStreaming, MessagesRequest),
+        (MessageCountTokensParams, CountRequest),
+        (TextBlockParam, TextBlock),
+        (ImageBlockParam, ImageBlock),
+        (ToolUseBlockParam, ToolUseBlock),
+        (ToolResultBlockParam, ToolResultBlock),
+        (ToolParam, ApiTool),
+    ):
+        assert names(theirs) <= known(ours), theirs
+
+
 def test_every_field_of_vllms_requests_is_known() -> None:
     pytest.importorskip("vllm")
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.generate.base.protocol import StreamOptions as TheirStreamOptions
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest as TheirCompletionRequest
@@ -53,6 +81,7 @@ def test_every_field_of_vllms_requests_is_known() -> None:
     for theirs, ours in (
         (ChatCompletionRequest, ChatRequest),
         (TheirStreamOptions, StreamOptions),
+        (AnthropicMessagesRequest, MessagesRequest),
         (TheirCompletionRequest, CompletionRequest),
         (TheirGenerateRequest, GenerateRequest),
         (SamplingParams, GenerateSampling),
@@ -143,6 +172,10 @@ def test_a_prompt_is_text_or_ids(prompt: Any) -> None:
         DetokenizeRequest,
         FinishRequest,
         OpenRequest,
+        MessagesRequest,
+        CountRequest,
+        ApiTool,
+        ToolResultBlock,
     ],
 )
 def test_no_field_is_both_served_and_refused(request_class: type[ListedSchema]) -> None:
@@ -150,7 +183,17 @@ def test_no_field_is_both_served_and_refused(request_class: type[ListedSchema]) 
 
 
 def test_every_refusal_has_a_reason() -> None:
-    tables = (fields.CHAT, fields.STREAM, fields.COMPLETION, fields.SAMPLING, fields.GENERATE, fields.TOKENIZE)
+    tables = (
+        fields.MESSAGES,
+        fields.MESSAGES_TOOL,
+        fields.BLOCK,
+        fields.CHAT,
+        fields.STREAM,
+        fields.COMPLETION,
+        fields.SAMPLING,
+        fields.GENERATE,
+        fields.TOKENIZE,
+    )
     for table in tables:
         for name, rule in table.items():
             assert rule is fields.LABEL or rule.why, name
