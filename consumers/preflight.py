@@ -18,7 +18,7 @@ import msgspec
 from sluice.consumers.groups import Group
 from sluice.consumers.rewards import TIMEOUT, Rewards, reward_functions
 from sluice.consumers.samples import HAS_IMAGES, Sampler, image_token_of
-from sluice.consumers.tasks.registry import load_task, open_task
+from sluice.consumers.tasks.registry import TASKS, load_task, open_task
 from sluice.consumers.tasks.task import Task, TextCodec
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, TaskError, as_one
@@ -107,6 +107,10 @@ def _verdict(name: str, count: int, failed: Sequence[_Failure]) -> str:
     if len(failed) < count or any(one.reason == TIMEOUT for _, one in failed):
         return Note(f"{name}: {len(failed)} of the first {_rows(count)} would be dropped; {first}")
     what = "data" if cause.reason in _OF_DATA else "task's functions"
+    if cause.reason == "invalid_truth":
+        what = "data, or name the task that they are for: rollout_matching.task " + ", ".join(sorted(TASKS))
+        if name == "reward":  # it needs no truth
+            what = "configuration: name a reward function, --reward my_rewards.py:score"
     raise TaskError(
         f"{name}: each of the first {_rows(count)} would be dropped; correct the {what} "
         f"(--set preflight.max_s=0 starts without this check); {first}"

@@ -37,6 +37,7 @@ from sluice.pipeline.wire.waits import WaitKind
 
 PAGES = (overview, jobs, sequences, workers, dead_letters, runs, render)
 _GRACE_S, _LOOK_S = 3.0, 2.0
+_PORT_KEY = "dashboard.port"
 
 
 def make_app(monitor: Monitor, key: str | None = None, *, allow_actions: bool = False) -> ASGIApp:
@@ -76,7 +77,7 @@ async def dashboard(
     """
     key = os.environ.get(KEY_NAME) or None
     check_host(config.dashboard, key)
-    with contextlib.closing(open_listener(config.dashboard.host, config.dashboard.port)) as listener:
+    with contextlib.closing(open_listener(config.dashboard.host, config.dashboard.port, _PORT_KEY)) as listener:
         while True:  # once on what an ended broker stored, and again when it is back
             began = asyncio.Event()
             with stored_broker(config) as found:
@@ -130,7 +131,7 @@ async def run_dashboard(
 
     actions = (allow_actions or config.allow_actions) and stored_at is None
     app = make_app(monitor, key, allow_actions=actions)
-    socket_ = listener or bind(config.host, config.port)
+    socket_ = listener or bind(config.host, config.port, _PORT_KEY)
     try:
         with contextlib.closing(socket_):
             await serve_on(socket_, app, stop=role.stop, grace_s=_GRACE_S, on_ready=ready)

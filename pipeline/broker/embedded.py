@@ -9,7 +9,7 @@
 - The directory and its files are readable only by their owner: they hold the password and every prompt.
 - It ends with the process that started it. Until then, a server that dies is restarted on the same port, with the same
   password and data; a failed restart is retried with backoff until the owner stops it.
-- One broker per directory: a second start joins the running one.
+- One broker per directory: a second start joins the running one, and starts it again should its owner end first.
 - Once it has ended, commands that only read look at a copy of its data, served for as long as they take. Its files
   aren't touched, and it may be started meanwhile.
 """
@@ -30,7 +30,8 @@ import time
 from collections.abc import Generator
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal, Self
+from urllib.parse import urlsplit
 
 import msgspec
 import redis
@@ -79,7 +80,8 @@ def embedded_broker(config: BrokerConfig) -> Generator[str]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield _join(directory)
+            with _Heir(directory, lock, _join(directory)) as heir:
+                yield heir.url
             return
         yield from _serve(directory)
 
@@ -174,9 +176,7 @@ def _serve(directory: Path) -> Generator[str]:
         server.watch()
         yield server.url
     finally:
-        card.unlink(missing_ok=True)
-        server.stop()
-        card.unlink(missing_ok=True)  # a restart at that moment wrote it again
+        _end_for_good(server, directory)
 
 
 def _join(directory: Path) -> str:
@@ -199,6 +199,54 @@ def _join(directory: Path) -> str:
     raise BrokerError(f"{directory}: another process holds the broker's lock, but {cause}")
 
 
+class _Heir:
+    """Serves a joined broker's data at the same URL once the process that ran it has ended."""
+
+    def __init__(self, directory: Path, lock: IO[str], url: str) -> None:
+        self.url = url
+        self._directory, self._lock = directory, lock
+        self._server: EmbeddedServer | None = None
+        self._leaving = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="embedded-broker-heir", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leaving.set()
+        self._watcher.join()
+        if self._server is not None:
+            _end_for_good(self._server, self._directory)
+
+    def _watch(self) -> None:
+        while not self._leaving.wait(_LOOK_S):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._inherit()
+                return
+
+    def _inherit(self) -> None:
+        settings, port = self._directory / "broker.conf", urlsplit(self.url).port
+        if f"port {port}\n" not in settings.read_text():  # a third one was first, and has ended as well
+            get_logger().error("the embedded broker of this run has ended, and another took its place", port=port)
+            return
+        get_logger().warning("the run that had started the embedded broker has ended; starting it again")
+        self._server = EmbeddedServer([find_server(), str(settings)], self.url, self._directory, self._leaving)
+        try:
+            self._server.start()
+        except (BrokerError, OSError) as error:
+            get_logger().error("cannot start the embedded broker", error=str(error))
+        self._server.keep()  # in this thread: a server ends with the thread that started it
+
+
+def _end_for_good(server: EmbeddedServer, directory: Path) -> None:
+    card = directory / "broker.json"
+    card.unlink(missing_ok=True)
+    server.stop()
+    card.unlink(missing_ok=True)  # a restart at that moment wrote it again
+
+
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -216,12 +264,12 @@ _PAUSE_MAX_S = 5.0
 class EmbeddedServer:
     """One server process over one directory; `start`, then `watch`, then `stop`."""
 
-    def __init__(self, command: list[str], url: str, directory: Path) -> None:
+    def __init__(self, command: list[str], url: str, directory: Path, stopping: threading.Event | None = None) -> None:
         self.url = url
         self._command, self._directory = command, directory
         self._process: subprocess.Popen[bytes] | None = None
-        self._stopping = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="embedded-broker", daemon=True)
+        self._stopping = stopping or threading.Event()
+        self._watcher = threading.Thread(target=self.keep, name="embedded-broker", daemon=True)
 
     def start(self) -> None:
         """Start it and return once it answers; raises a BrokerError that shows its log."""
@@ -251,7 +299,8 @@ class EmbeddedServer:
         if self._process:
             _end(self._process)
 
-    def _watch(self) -> None:
+    def keep(self) -> None:
+        """What `watch` does, in this thread: until `stop`, or `stopping`."""
         failures = 0
         while not self._stopping.wait(_LOOK_S):
             if self._process is None or self._process.poll() is None:

@@ -175,7 +175,12 @@ def _ours(cause: BaseException) -> BaseException:
     """What the broker's client raises once its retries are used up, as our error; `--help` never imports the client."""
     client: Any = sys.modules.get("redis")
     if client is not None and isinstance(cause, client.RedisError):
-        return BrokerError(f"broker error ({cause}); is it running? Check with `sluice doctor`")
+        if isinstance(cause, client.ConnectionError | client.TimeoutError):
+            return BrokerError(
+                f"the broker went away while it was asked ({cause}); where a run is just ending or starting, ask "
+                "again; else see `sluice doctor`"
+            )
+        return BrokerError(f"the broker refused a command ({cause}); see `sluice doctor`")
     return cause
 
 

@@ -57,6 +57,8 @@ def run_config(run: Path | None, config: Path | None, overrides: Sequence[str]) 
 
     if run is None:
         found, named = load_config(config, overrides), named_run(config)
+        if config is None and not found.broker.url:
+            _refuse_unnamed(found)
         return found if named is None else _of_directory(found, named)
     if config is not None:
         raise ConfigError(f"both {run} and -c {config} name a run; give one of them")
@@ -68,6 +70,17 @@ def run_config(run: Path | None, config: Path | None, overrides: Sequence[str]) 
         file = f"; a configuration is given as -c {run}" * run.is_file()
         raise ConfigError(f"{run} is no run's directory: it has no {RESOLVED}; {meant}{file}")
     return _of_directory(load_config(run, overrides), run)
+
+
+def _refuse_unnamed(config: Config) -> None:
+    """Raises ConfigError where runs are, and not the one of the default configuration."""
+    from sluice.pipeline.config.load import RESOLVED, is_run
+
+    root = Path(config.run_dir)
+    runs = [path for path in root.glob("*") if is_run(path)] if root.is_dir() else []
+    if runs and not is_run(root / config.run):
+        newest = sorted(runs, key=lambda path: (path / RESOLVED).stat().st_mtime, reverse=True)
+        raise ConfigError(f"name a run, by its directory or by -c; the newest: {', '.join(map(str, newest[:_FEW]))}")
 
 
 def _of_directory(stored: Config, directory: Path) -> Config:

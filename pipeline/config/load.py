@@ -207,17 +207,27 @@ def _converted(tree: dict[str, Any], origin: str, problems: list[str], unsure: _
         try:
             return msgspec.convert(tree, Config)
         except msgspec.ValidationError as error:  # it names the first
-            problems.append(f"{origin}: {_readable(str(error))}")
-            if (dotted := _without(tree, str(error))) is not None:
+            problem = f"{origin}: {_readable(str(error))}"
+            if (found := _without(tree, str(error))) is not None:
+                dotted, value = found
+                problems.append(problem + _shown(dotted, value))
                 unsure.add(dotted)
             else:
+                problems.append(problem)
                 for section in _SECTIONS:
                     unsure.add(section)
                 return Config()
 
 
-def _without(tree: dict[str, Any], message: str) -> str | None:
-    """Remove the key that msgspec complains of; its dotted path, or None if it names none."""
+def _shown(dotted: str, value: Any) -> str:
+    """A short value behind what is wrong with it; no secret."""
+    text = repr(value)
+    is_plain = isinstance(value, str | int | float) and len(text) <= _SHOWN_CHARS
+    return f" ({text})" if is_plain and "://" not in text and not _is_secret(dotted) else ""
+
+
+def _without(tree: dict[str, Any], message: str) -> tuple[str, Any] | None:
+    """Remove the key that msgspec complains of; its dotted path and its value, or None if it names none."""
     place = re.search(r" - at `\$([^`\[]*)", message)
     *above, key = place[1].split(".") if place else [""]
     node: Any = tree
@@ -225,8 +235,7 @@ def _without(tree: dict[str, Any], message: str) -> str | None:
         node = cast("dict[str, Any]", node).get(part) if isinstance(node, dict) else None
     if not (key and isinstance(node, dict) and key in node):
         return None
-    del node[key]
-    return ".".join([*above[1:], key])
+    return ".".join([*above[1:], key]), cast("dict[str, Any]", node).pop(key)
 
 
 def _value_alone(dotted: str, text: str, where: str) -> Any:
@@ -339,6 +348,7 @@ RESOLVED = "config.resolved.yaml"
 
 _CONFIGS = Path(__file__).parents[2] / "configs"
 _MOST_CHARS = 1 << 20
+_SHOWN_CHARS = 40
 _MOST_VALUES = 100_000
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -390,6 +400,11 @@ def parse_yaml(text: str, origin: str) -> Any:
         twice: list[str] = loader.twice
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from error
+    except yaml.MarkedYAMLError as error:
+        mark, says = error.problem_mark or error.context_mark, error.problem or error.context
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        tab = "; indent with spaces" if says and "\\t" in says else ""
+        raise ConfigError(f"{origin}: not valid YAML: {place}{says}{tab}") from error
     except (yaml.YAMLError, ValueError, RecursionError, TypeError, OverflowError) as error:
         raise ConfigError(f"{origin}: not valid YAML: {error}") from error
     finally:

@@ -285,13 +285,15 @@ async def serve(
     grace_s: float,
     on_ready: Callable[[int], object] | None = None,
     connection: type[Connection] = Connection,
+    key: str = "",
 ) -> None:
     """Serve until `stop`. Port 0 takes a free one; `on_ready` is called with the port once requests are accepted.
+    `key` is the configuration's for the port, which an error names.
 
     Raises ConfigError if the port is taken or not permitted, SluiceError if the application doesn't start, and
     DeadlineExceeded if a cancelled request doesn't end.
     """
-    with contextlib.closing(bind(host, port)) as listener:
+    with contextlib.closing(bind(host, port, key)) as listener:
         await serve_on(listener, app, stop=stop, grace_s=grace_s, on_ready=on_ready, connection=connection)
 
 
@@ -389,11 +391,11 @@ class _Server(uvicorn.Server):
         return not self.server_state.tasks
 
 
-def open_listener(host: str, port: int) -> socket.socket:
-    """The supervisor's socket if there is one, else a new one. Raises ConfigError."""
+def open_listener(host: str, port: int, key: str = "") -> socket.socket:
+    """The supervisor's socket if there is one, else a new one. Raises ConfigError, which names the key."""
     number = os.environ.pop(LISTENER, "")
     if not number:
-        return bind(host, port)
+        return bind(host, port, key)
     listener = socket.socket(fileno=int(number))
     listener.set_inheritable(False)
     return listener
@@ -412,8 +414,8 @@ def url_of(listener: socket.socket, host: str) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError."""
+def bind(host: str, port: int, key: str = "") -> socket.socket:
+    """A listening socket. Raises ConfigError, which names the configuration's key for the port."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -423,6 +425,8 @@ def bind(host: str, port: int) -> socket.socket:
         return listener
     except (OSError, OverflowError, UnicodeError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} is in use; stop what listens there, or choose another port") from error
+            other = f"set another {key}" if key else "choose another port"
+            raise ConfigError(f"port {port} is in use; stop what listens there, or {other}") from error
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"cannot listen on {host}, port {port} ({reason}); choose another host or port") from error
+        other = f"set another {key} or its host" if key else "choose another host or port"
+        raise ConfigError(f"cannot listen on {host}, port {port} ({reason}); {other}") from error

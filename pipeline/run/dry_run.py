@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.run import preflight
 from sluice.pipeline.run.preflight import Check, examine, line
 from sluice.pipeline.run.resume_point import ResumePoint, Source, resume_point, unknown
-from sluice.pipeline.run.stack import addresses, counts, plan, with_dashboard_port
+from sluice.pipeline.run.stack import addresses, counts, plan, refuse_taken_ports, with_dashboard_port
+from sluice.pipeline.status.run_end import refuse_second, run_directory
 from sluice.pipeline.terminal import columns
 
 
@@ -61,9 +63,11 @@ def rehearse(read: Found, command: str, origin: str, *, apart: bool = False) -> 
             addresses=[],
             directories={},
         )
+    found += _if_wrong("run", lambda: refuse_second(run_directory(config)))
     place, source = _place(config)
     if source and all(each.ok for each in found if each.name == "data"):
         found.append(examine("run", lambda: preflight.source(config, source)))
+    found += _if_wrong("ports", lambda: refuse_taken_ports(config))
     found += [Check(name="trainer", ok=True, says=one, is_note=True) for one in own_loop_warnings(config)]
     if config.policy.reference is not None and not config.trainer.external:
         found.append(examine("policy", lambda: preflight.reference(config)))
@@ -86,6 +90,11 @@ def directories(config: Config) -> dict[str, str]:
     if config.broker.url is None:
         found["broker"] = Path(config.broker.embedded_dir)
     return {name: str(path) for name, path in found.items()}
+
+
+def _if_wrong(name: str, refuse: Callable[[], None]) -> list[Check]:
+    check = examine(name, lambda: str(refuse()))
+    return [] if check.ok else [check]
 
 
 def _place(config: Config) -> tuple[ResumePoint, Source]:

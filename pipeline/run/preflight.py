@@ -304,7 +304,11 @@ def data(config: Config, *, needed: bool = False) -> str:
     unscanned = "" if found.all_read else f"; the rest is unscanned (preflight.max_s {max_s:g})"
     if found.first_malformed is None:
         usable = found.read - found.malformed
-        some = f", {usable - found.truths:,} without a truth" if 0 < found.truths < usable else ""
+        some = (
+            f", {usable - found.truths:,} without a truth (dropped by a task that needs one)"
+            if 0 < found.truths < usable
+            else ""
+        )
         says = f"{path}: {rows}, none malformed{some}{unscanned}"
         return Note(says) if some or unscanned else says
     count = f"{found.malformed:,} of {rows} malformed, the first at {found.first_malformed}"

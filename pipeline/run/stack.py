@@ -33,7 +33,7 @@ from sluice.pipeline.config import Config
 from sluice.pipeline.config.load import ENVIRONMENT, is_run
 from sluice.pipeline.errors import BrokerError, MessageError, SluiceError, first_cause
 from sluice.pipeline.files import write_atomic
-from sluice.pipeline.http.server import bind_near
+from sluice.pipeline.http.server import bind, bind_near
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import JobQueue
 from sluice.pipeline.roles import ONLOOKERS, ROLES, RoleName
@@ -43,7 +43,16 @@ from sluice.pipeline.run.progress_panel import Progress
 from sluice.pipeline.run.supervisor import Child, Supervisor, sluice_command
 from sluice.pipeline.status.heartbeat import Heartbeat, read_row
 from sluice.pipeline.status.report import as_json
-from sluice.pipeline.status.run_end import SUMMARY, RunEnd, RunStart, Supervision, read_end, run_directory, write_end
+from sluice.pipeline.status.run_end import (
+    SUMMARY,
+    RunEnd,
+    RunStart,
+    Supervision,
+    read_end,
+    refuse_second,
+    run_directory,
+    write_end,
+)
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.terminal import say
 from sluice.pipeline.wire.keys import Keys
@@ -242,7 +251,8 @@ def run_stack(
     the run.
     """
     logs.configure("up")
-    start = RunStart(at=time.time(), command=command, directory=str(Path.cwd()))
+    start = RunStart(at=time.time(), command=command, directory=str(Path.cwd()), pid=os.getpid())
+    refuse_second(run_directory(config))
     supervision = Supervision(run_directory(config), start)
     with supervision, _failed_start_stored(config, supervision), contextlib.ExitStack() as scope:
         if config.broker.url is None:
@@ -310,6 +320,13 @@ def addresses(config: Config) -> list[str]:
     found = [f"dashboard http://{dashboard.host}:{dashboard.port}"] if dashboard.enabled else []
     found += [f"gateway http://{gateway.host}:{gateway.port + index}/v1" for index in range(gateway.count)]
     return found + [f"rollout server http://{server.host}:{server.port + index}" for index in range(server.count)]
+
+
+def refuse_taken_ports(config: Config) -> None:
+    """Raises ConfigError for a server that callers know by its port; the dashboard takes another one."""
+    for key, server in (("gateway", config.gateway), ("rollout_server", config.rollout_server)):
+        for port in range(server.port, server.port + server.count) if server.port else ():
+            bind(server.host, port, f"{key}.port").close()
 
 
 def child_environment(config: Config) -> dict[str, str]:
@@ -413,10 +430,11 @@ def _report(final: Snapshot | None, run_dir: Path, end: RunEnd, command: str) ->
     if final is None:
         say(f"interrupted; the broker is gone; {go_on}", file=sys.stderr)
         return INTERRUPTED
+    version = "no weights yet" if final.latest_version is None else f"weights v{final.latest_version}"
     word = f"stopped: {end.cause}" if end.state == "stopped" and end.cause else _STOPPED.get(end.state, end.state)
     say(
         f"{word}: enqueued {final.enqueued}, trained {final.trained}, dead {final.dead}, dropped {final.dropped}, "
-        f"weights v{final.latest_version}; files in {run_dir}",
+        f"{version}; files in {run_dir}",
         file=sys.stderr,
     )
     if final.dead:

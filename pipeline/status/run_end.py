@@ -3,7 +3,7 @@
     start ──▶ start.json, locked while the supervisor lives ──▶ end.json
 
 - `sluice run`, `up` and `demo` write both. A start without an end that nobody holds any more was killed.
-- A second supervisor beside a live one leaves both files alone.
+- A second supervisor of a live run is refused; where two began at once, one leaves both files alone.
 - There is neither if the roles were started by hand.
 """
 
@@ -20,6 +20,7 @@ from typing import Literal, Self
 import msgspec
 
 from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.files import write_atomic
 
 START, END, SUMMARY = "start.json", "end.json", "summary.json"
@@ -35,6 +36,7 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # Unix s
     command: str = ""  # continues the run, as one types it
     directory: str = ""  # where it was typed
+    pid: int = 0  # of the supervisor
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +138,31 @@ def _lock(file: int) -> bool | None:
     except OSError:
         return None
     return True
+
+
+def refuse_second(directory: Path) -> None:
+    """Raises ConfigError while a supervisor of this run lives: those of a second one would be processes of the same
+    names, and stop with the first one's broker.
+    """
+    start = RunStart(at=0.0)
+    try:
+        file = os.open(directory / START, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        if _lock(file) is not False:
+            return
+        with contextlib.suppress(msgspec.MsgspecError):  # it is being written
+            start = msgspec.json.decode(os.read(file, 1 << 20), type=RunStart)
+    finally:
+        os.close(file)
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.at))
+    facts = [f"`{start.command}`"] * bool(start.command) + [f"process {start.pid}"] * bool(start.pid)
+    facts += [f"since {clock}"] * bool(start.at)
+    raise ConfigError(
+        f"run {directory.name} is running already ({', '.join(facts) or 'just started'}): see `sluice status "
+        f"{directory}`; stop it there with Ctrl-C, or give this one a name of its own: --set run=NAME"
+    )
 
 
 def write_end(directory: Path, end: RunEnd) -> None:

@@ -83,7 +83,8 @@ async def serve_until(
         app = build_app(state, runs, key=key)
         with watch_loop(), metrics_server(config.metrics, state.counters.telemetry) as address:
             get_logger().info("metrics", address=address)
-            await serve(app, host=settings.host, port=port, stop=closed, grace_s=_CLOSE_S, on_ready=ready)
+            host, key = settings.host, "rollout_server.port"
+            await serve(app, host=host, port=port, stop=closed, grace_s=_CLOSE_S, on_ready=ready, key=key)
         for helper in helpers:
             helper.cancel()
 

@@ -72,7 +72,8 @@ async def run_gateway(role: Role, port: int, on_ready: Callable[[int], object] |
     app = make_app(service, os.environ.get(KEY_NAME) or None)
     grace_s = _GRACE * config.up.stop_grace_s
     try:
-        await serve(app, host=config.gateway.host, port=port, stop=role.stop, grace_s=grace_s, on_ready=on_ready)
+        host, key = config.gateway.host, "gateway.port"
+        await serve(app, host=host, port=port, stop=role.stop, grace_s=grace_s, on_ready=on_ready, key=key)
         await service.decoding.settle()
     finally:
         service.chat.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from redis.asyncio import Redis
 from sluice.pipeline.config.load import read_config
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.run.dry_run import DryRun, as_text, rehearse
+from sluice.pipeline.status.run_end import RunStart, Supervision
 from sluice.pipeline.wire.keys import Keys
 from tests.command import call
 from tests.tiny_tokenizer import save_tiny_tokenizer
@@ -255,3 +257,14 @@ async def test_a_run_of_other_data_is_refused(
     [check] = [check for check in found.checks if check.name == "run"]
     assert found.exit_code == check.exit_code == 2
     assert "was started on other data than" in check.says
+
+
+def test_a_port_that_is_taken_and_a_run_that_is_alive_are_found_before_the_start(home: Path, keys: Keys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with Supervision(home / "runs" / keys.run, RunStart(at=1.0, command="sluice up", pid=4711)):
+            found = dry(home, keys, "gateway.count=1", f"gateway.port={port}")
+    bad = {each.name: each.says for each in found.checks if not each.ok}
+    assert found.exit_code == 2
+    assert bad["ports"] == f"port {port} is in use; stop what listens there, or set another gateway.port"
+    assert f"run {keys.run} is running already (`sluice up`, process 4711, since" in bad["run"]

@@ -99,6 +99,28 @@ def test_a_second_process_joins_and_leaves_the_broker_running(tmp_path: Path) ->
         assert connected(url).ping()
 
 
+@pytest.mark.parametrize("end", [signal.SIGKILL, None], ids=["killed", "ended"])
+def test_who_joined_starts_the_broker_again_when_its_owner_ends(tmp_path: Path, end: signal.Signals | None) -> None:
+    with holder(tmp_path) as first:
+        url = url_of(first)
+        connected(url).set("kept", "1")
+        with holder(tmp_path) as second:
+            assert url_of(second) == url
+            if end is None:
+                first.communicate("", timeout=20)
+            else:
+                first.send_signal(end)
+                first.wait(20)
+            wait_for(lambda: not is_down(url) and card(tmp_path)["url"] == url, "the heir's broker")
+            assert connected(url).get("kept") == b"1"
+            with holder(tmp_path) as third:
+                assert url_of(third) == url
+                third.communicate("", timeout=20)
+            second.communicate("", timeout=20)
+    assert is_down(url)
+    assert not (tmp_path / "broker.json").exists()
+
+
 def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     with holder(tmp_path) as parent:
         url = url_of(parent)

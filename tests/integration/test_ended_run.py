@@ -234,6 +234,7 @@ def test_what_names_no_run_or_two_is_refused(
         name = command.split()
         for given, expected in (
             ((str(run), "-c", "text"), f"both {run} and -c text name a run; give one of them"),
+            ((), "name a run, by its directory or by -c; the newest: .sluice/runs/mine"),
             (("mine",), "mine is no run's directory: it has no config.resolved.yaml; did you mean .sluice/runs/mine?"),
             ((".sluice/runs",), "did you mean .sluice/runs/mine?"),
             (("nowhere",), "runs are below run_dir"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sluice.pipeline.config import load_config
-from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.errors import ConfigError, SluiceError
 from sluice.pipeline.run.stack import run_stack
 from sluice.pipeline.status.run_end import RunEnd, RunStart, Supervision, read_end, write_end
 
@@ -94,7 +94,7 @@ def test_a_supervisor_that_was_killed_is_told_from_one_that_is_alive(tmp_path: P
 def test_a_start_that_fails_beside_a_live_run_leaves_its_end_alone(tmp_path: Path) -> None:
     with supervised(tmp_path / "mine"):
         config = load_config(None, ["run=mine", f"run_dir={tmp_path}"], {"REDIS_URL": "redis://127.0.0.1:1/0"})
-        with pytest.raises(SluiceError):
+        with pytest.raises(ConfigError, match=r"run mine is running already \(`sluice run -c a\.yaml`.*--set run=NAME"):
             run_stack(config, title="test")
         assert read_end(tmp_path / "mine") is None
         assert not (tmp_path / "mine" / "end.json").exists()

@@ -140,6 +140,8 @@ async def test_a_port_that_is_taken_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} is in use; stop what listens there"):
             await serve(FastAPI(), host="127.0.0.1", port=port, stop=asyncio.Event(), grace_s=1)
+        with pytest.raises(ConfigError, match=r"set another gateway\.port"):
+            await serve(FastAPI(), host="127.0.0.1", port=port, stop=asyncio.Event(), grace_s=1, key="gateway.port")
 
 
 @pytest.mark.parametrize(("host", "port"), [("203.0.113.1", 0), ("no such host", 0), ("127.0.0.1", 70_000)])

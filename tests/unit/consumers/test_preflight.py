@@ -88,9 +88,15 @@ def test_rows_with_truths_pass(model: Path) -> None:
 
 def test_a_truth_that_every_row_lacks_is_an_error_and_one_that_some_lack_a_note(model: Path) -> None:
     with pytest.raises(
-        TaskError, match=r"each of the first 2 rows would be dropped; correct the data \(.*\); rows, row 0"
+        TaskError,
+        match=r"each of the first 2 rows would be dropped; correct the data, or .* \(.*\); rows, row 0",
     ):
         look_at_task(settings(model), rows(None, None))
+    with pytest.raises(TaskError, match=r"name a reward function, --reward"):
+        look_at_task(
+            settings(model, "rollout_matching.task=reward", "policy.enabled=true", "producer.group_size=2"),
+            rows("seven"),
+        )
     said = look_at_task(settings(model), rows("seven", None))
     assert isinstance(said, Note)
     assert "1 of the first 2 rows would be dropped; rows, row 1: invalid_truth: truth is None" in said

@@ -67,7 +67,8 @@ def test_precedence_is_set_over_environment_over_yaml(tmp_path: Path) -> None:
             ["rollout_matching and custom.extra.rollout_matching are both given"],
         ),
         ("run: a\nrun: b", ["twice", "line 2"]),
-        ("worker: [1, 2", ["not valid YAML"]),
+        ("worker: [1, 2", ["not valid YAML: line 1, column 14: expected ',' or ']'"]),
+        ("worker:\n\tcount: 1", ["line 2, column 1: found character '\\t'", "indent with spaces"]),
         ("- a\n- b", ["top level must be a mapping"]),
         ("worker:", ["worker must be a mapping"]),
     ],
@@ -93,7 +94,7 @@ worker: *x
     head, *lines = str(caught.value).splitlines()
     assert (head, len(lines), lines[-1]) == ("11 problems", 12, UNASKED)
     for word in ("METRICS_PORT", "--set worker.cuont=3", "--set 'nonsense'", "'worker'", "'learning_rate'",
-                 "trainer.warmup_steps: Expected `int`", "images.roots[1]", "repeat_terminate.min_tokens",
+                 "trainer.warmup_steps: Expected `int`, got `str`", "images.roots[1]", "repeat_terminate.min_tokens",
                  "rollout_matching.fp_cost", "unknown key shared", "unknown key worker.leese_s"):  # fmt: skip
         assert any(word in line for line in lines), word
 
@@ -271,7 +272,7 @@ def test_a_misspelt_section_leaves_the_one_that_was_meant_unsure(tmp_path: Path)
 def test_a_value_of_the_wrong_type_hides_no_rule_of_another_section(tmp_path: Path) -> None:
     found = read_config(None, ["worker.renew_s=abc", "worker.count=-1", "consumer.count=-1"], {})
     typed, ruled = found.problems
-    assert "worker.renew_s: Expected `float`" in typed
+    assert typed.endswith("worker.renew_s: Expected `float`, got `str` ('abc')")
     assert "consumer.count must be > 0, got -1" in ruled
     assert {"worker", "consumer"} <= found.unsure
     assert len(read_config(write(tmp_path, "producer: 3"), ["data.epochs=0"], {}).problems) == 2
