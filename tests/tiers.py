@@ -35,6 +35,8 @@ TIERS = {
             "e2e/",
             "contract/test_architectures",
             "contract/test_engine_carrier.py::test_other_layouts",
+            "contract/test_carriers.py::test_a_publisher_killed_in_any_phase",
+            "contract/test_carriers.py::test_damage_in_a_bucket",
             "contract/test_policy_loss_trl.py",
             "contract/test_spec_vllm.py::test_vllm_vlm_request",
             "contract/test_vllm_ends.py",

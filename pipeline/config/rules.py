@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from ipaddress import IPv6Address
 from math import inf
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -101,8 +102,8 @@ def at_fault(config: Config) -> set[str]:
 
 def _alone(config: Config) -> list[str]:
     alone = (
-        _identity, _numbers, _lora, _schedule, _evaluation, _images, _policy_numbers, _scorer_counts, _rewards,
-        _rollouts, _what_a_rollout_server_takes, _history_and_servers,
+        _identity, _numbers, _weights, _lora, _schedule, _evaluation, _images, _policy_numbers, _scorer_counts,
+        _rewards, _rollouts, _what_a_rollout_server_takes, _history_and_servers,
     )  # fmt: skip
     found = [complaint for rules in alone for holds, complaint in rules(config) if not holds]
     return found + [
@@ -169,6 +170,9 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
         "trainer.keep_checkpoints": config.trainer.keep_checkpoints,
         "broker.socket_timeout_s": config.broker.socket_timeout_s,
         "weights.load_timeout_s": config.weights.load_timeout_s,
+        "weights.store_timeout_s": config.weights.store_timeout_s,
+        "weights.anchor_every": config.weights.anchor_every,
+        "weights.cache_gb": config.weights.cache_gb,
     }
     found = [(value > 0, f"{key} must be > 0, got {value}") for key, value in positive.items()]
     limit = config.data.limit
@@ -179,6 +183,32 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
         value = getattr(config.worker, key)
         found.append((value >= 0, f"worker.{key} must be >= 0, got {value}"))
     return found
+
+
+def _weights(config: Config) -> list[tuple[bool, str]]:
+    weights = config.weights
+    url, key = weights.store_url, "weights.store_url"
+    if url is None:
+        needs = "weights.transport store without weights.store_url: set it to a URL such as s3://bucket/folder"
+        return [(weights.transport != "store", needs)]
+    parts = urlsplit(url)
+    shown = parts._replace(netloc=parts.netloc.rsplit("@", 1)[-1], query="", fragment="").geturl()
+    return [
+        (
+            weights.transport in ("store", "delta"),
+            f"{key} {shown} with weights.transport {weights.transport} has no effect: set the transport to store or "
+            "delta, or remove the URL",
+        ),
+        (
+            re.fullmatch(r"(s3|s3a|gs|gcs|file|memory)", parts.scheme) is not None and "::" not in url,
+            f"{key} {shown!r}: must begin with s3://, gs:// or file://",
+        ),
+        (
+            "@" not in parts.netloc and not parts.query and not parts.fragment,
+            f"{key} {shown!r} has a credential or an option in it, and logs and pages show it: give them by the "
+            "environment (AWS_PROFILE, AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and the like)",
+        ),
+    ]
 
 
 def _lora(config: Config) -> list[tuple[bool, str]]:

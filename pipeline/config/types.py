@@ -423,7 +423,13 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 class WeightsConfig(Section, frozen=True, kw_only=True):
     """Published versions."""
 
-    transport: Literal["directory", "engine"] = "directory"  # engine: in this host's memory as well
+    transport: Literal["directory", "store", "delta", "engine"] = (
+        "directory"  # to the workers; docs/weights.md: when which
+    )
+    store_url: str | None = None  # of store and delta: s3://bucket/folder, gs://…, file:///…; null: delta in run_dir
+    store_timeout_s: float = 60.0  # a transfer without progress is tried again for this long
+    anchor_every: int = 10  # of delta: every so many versions one is whole; a late worker loads it and what followed
+    cache_gb: float = 100.0  # of store and delta: most that a host keeps of versions; at least two have to fit
     cache_dir: str = ""  # on each host, for what it has fetched and verified; empty: sluice in ~/.cache
     retention: int = 4  # newest versions to keep on disk, beside policy.kl_reference; >= max_staleness + 2
     load_timeout_s: float = 600.0  # a worker that hasn't loaded a version by then ends, and its jobs go back

