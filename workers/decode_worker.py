@@ -58,6 +58,7 @@ from sluice.pipeline.wire.messages import (
 )
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.pipeline.wire.waits import WaitKind
+from sluice.workers.engine.adapters import not_served
 from sluice.workers.engine.contracts import Backend, EngineFacts, SequenceOutput, SequenceRequest
 from sluice.workers.guard.repeat import triggers
 from sluice.workers.job_prompts import JobPrompt, JobPrompts
@@ -125,7 +126,10 @@ class DecodeWorker:
             return
         if self._role.config.deterministic and not await self._has_switched(claim, job):
             return
-        if job.min_weight_version > self._backend.version:
+        if job.adapter not in self._backend.versions:
+            await self._refuse(claim, RequestError(not_served(job.adapter, sorted(self._backend.versions)[1:])))
+            return
+        if job.min_weight_version > self._backend.versions[job.adapter]:
             await self.leases.give_back(claim, _TOO_EARLY_S)
             return
         if too_new := self._too_new(job):
@@ -265,7 +269,7 @@ class DecodeWorker:
 
     def _too_new(self, job: DecodeJob) -> str:
         """Why these weights may not start a sequence of the job; empty if they may."""
-        most, serves = job.max_weight_version, self._backend.version
+        most, serves = job.max_weight_version, self._backend.versions[job.adapter]
         return "" if most is None or serves <= most else f"it accepts weights up to v{most}, but v{serves} is loaded"
 
     def _sequence_task(self, held: HeldJob, index: int) -> asyncio.Task[None]:
@@ -293,7 +297,7 @@ class DecodeWorker:
         facts, name = self._backend.facts, self._role.name
         result = result_of(claim, held.job, request, output, facts=facts, worker=name, truncated=prompt.truncated)
         times = result.timings
-        if (behind_s := self._weights.behind_s(result.versions)) is not None:
+        if not held.job.adapter and (behind_s := self._weights.behind_s(result.versions)) is not None:
             times["behind_s"] = behind_s
         self._role.telemetry.observe(sluice_queue_seconds=times["queue_s"], sluice_decode_seconds=times["decode_s"])
         self.leases.committer.put(Finished(claim, result))
@@ -334,6 +338,7 @@ def request_for(
         prompt_token_ids=tuple(prompt.token_ids),
         sampling=sampling,
         seed=seed_for(seed if sampling.seed is None else sampling.seed, claim.job_id, index),
+        adapter=job.adapter,
         images=prompt.images,
         so_far=None if stored is None else stored.sampled,
         deadline_at=claim.deadline_at,
@@ -383,6 +388,7 @@ def result_of(
         reply_to=job.reply_to,
         attempt=claim.attempt,
         worker=worker,
+        adapter=job.adapter,
         backend=output.fallback.get("used", facts.name),
         engine_version=output.fallback.get("version", facts.engine_version),
         prompt_token_ids=TokenArray(output.prompt_token_ids),

@@ -35,6 +35,7 @@ async def serve(role: Role) -> None:
     """Load the engine and serve the queue."""
     # torch takes seconds to import, or far more on a busy machine: the loop sends heartbeats meanwhile.
     await asyncio.to_thread(import_module, "sluice.workers.engine.backends")
+    from sluice.workers.adapters import load_adapters, room_of
     from sluice.workers.decode_worker import DecodeWorker
     from sluice.workers.engine.backends import make_backend
     from sluice.workers.job_prompts import JobPrompts
@@ -42,10 +43,11 @@ async def serve(role: Role) -> None:
     config = role.config
     guard = config.rollout_matching.repeat_terminate
     _warn_of_a_late_guard(config)
-    backend = make_backend(config.model, config.worker, guard, config.images)
+    backend = make_backend(config.model, config.worker, guard, config.images, room_of(config))
     await backend.start()
     try:
         get_logger().info("engine ready", **_facts(backend.facts))
+        await load_adapters(config, backend)
         prompts = await asyncio.to_thread(
             partial(JobPrompts, config.model, images_of_run(config), timeout_s=config.worker.stall_timeout_s)
         )

@@ -224,6 +224,42 @@ def _lora(config: Config) -> list[tuple[bool, str]]:
     ]
 
 
+_ADAPTER_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+
+
+def _adapters(config: Config) -> Iterator[tuple[bool, str]]:
+    worker, trainer = config.worker, config.trainer
+    beside = worker.lora == "requests"
+    for name, directory in worker.adapters.items():
+        key = f"worker.adapters.{name}"
+        yield (
+            bool(re.fullmatch(_ADAPTER_NAME, name)),
+            f"{key}: use 1-64 letters, digits, '_', '.' or '-', beginning with a letter or digit",
+        )
+        yield (
+            name not in ("default", config.gateway.model_name),
+            f"{key}: this name means the policy (gateway.model_name); name the adapter differently",
+        )
+        yield bool(directory), f"{key} names no directory; give that of its adapter_config.json"
+    yield (
+        beside or not worker.adapters,
+        "worker.adapters needs worker.lora requests: adapters are kept beside the base; set it",
+    )
+    yield (
+        not beside or bool(worker.adapters) or trainer.lora.enabled,
+        "worker.lora requests without trainer.lora.rank or worker.adapters: there is no adapter; set one, or merged",
+    )
+    yield (
+        not beside or trainer.lora.enabled or trainer.external,
+        "worker.lora requests with a trainer of all weights: its versions would replace the base that the adapters "
+        "belong to; set trainer.lora.rank, or trainer.external: true where nothing is trained",
+    )
+    yield (
+        not beside or not config.deterministic,
+        "worker.lora requests in a deterministic run wasn't tried; set it to merged",
+    )
+
+
 def _schedule(config: Config) -> list[tuple[bool, str]]:
     trainer = config.trainer
     steps, versions, key = trainer.schedule_steps, trainer.max_versions, f"trainer.schedule {trainer.schedule}"
@@ -741,7 +777,7 @@ def _policy_and_others(config: Config) -> Iterator[tuple[bool, str]]:
     )
 
 
-_BETWEEN = (_flow, _policy_and_others, _ranks, _deterministic, _evaluation_and_others)
+_BETWEEN = (_flow, _policy_and_others, _ranks, _deterministic, _evaluation_and_others, _adapters)
 
 REWARD_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}"
 MAX_REWARD_PARTS = 32  # of one run: each is a metric

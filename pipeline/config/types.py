@@ -297,6 +297,8 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     fallback_backend: Literal["hf"] | None = None  # for jobs that `backend` can't decode; None: they fail
     vllm: VllmEngineOptions = VllmEngineOptions()
     logprobs_mode: Literal["raw", "processed"] = "raw"  # processed: at the sampling temperature; hf only
+    lora: Literal["merged", "requests"] = "merged"  # of versions that are adapters; requests: kept beside the base
+    adapters: dict[str, str] = {}  # name → directory of a LoRA adapter of model.path; callers choose one by `model`
     max_batch: int = 32  # sequences that one engine decodes at once
     lease_s: float = 15.0  # a worker that is silent for this long loses its jobs
     renew_s: float = 5.0  # at most half of lease_s

@@ -3,8 +3,8 @@
     adapter_config.json          rank, alpha, target modules
     adapter_model.safetensors    A [rank, in] and B [out, rank] of each module; its header names the base by digest
 
-A version with an adapter is merged into the base wherever it is loaded: W = W_base + alpha / rank · B·A, in float32.
-The trainer keeps the two apart, which gives the same numbers up to rounding; the probe of each version checks that.
+A version with an adapter is merged into the base as it is loaded, W = W_base + alpha / rank · B·A in float32, or kept
+beside it (`worker.lora: requests`), as the trainer does. Both give the same numbers up to rounding; probes check that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from sluice.pipeline.errors import MessageError, WeightsError
-from sluice.pipeline.weights.versions import ADAPTER_CONFIG, tensor_table
+from sluice.pipeline.weights.versions import ADAPTER_CONFIG, base_digest, named_base, tensor_table
 from sluice.pipeline.wire.codec import read_json
 
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
@@ -65,10 +65,27 @@ class Adapter:
             raise WeightsError(f"{file}: r must be at least 1, got {found.r}")
         return cls(directory, found.r, found.lora_alpha / found.r, _shapes(directory, found.r))
 
-    def merged(self, module: str, weight: Any, get: Callable[[str], Any]) -> Any:
-        """The weight of a module [out, in] with its adapter, float32; `get` reads a tensor of the adapter's file."""
+    def factors(self, module: str, get: Callable[[str], Any]) -> tuple[Any, Any]:
+        """(A [rank, in], scale · B [out, rank]) of a module, float32; `get` reads a tensor of the adapter's file."""
         down, up = (get(tensor_name(module, part)).float() for part in "AB")
-        return weight.float() + self.scale * (up @ down)
+        return down, self.scale * up
+
+    def merged(self, module: str, weight: Any, get: Callable[[str], Any]) -> Any:
+        """The weight of a module [out, in] with its adapter, float32."""
+        down, up = self.factors(module, get)
+        return weight.float() + up @ down
+
+    def check_base(self, base: Path) -> None:
+        """Raises WeightsError if the adapter's file names other weights than those of the directory `base`.
+
+        Files from elsewhere name none; then shapes are all that can be checked.
+        """
+        wanted = named_base(self.directory)
+        if wanted and (found := base_digest(base)) != wanted:
+            raise WeightsError(
+                f"{self.directory}: an adapter of the weights {wanted[:12]}, and {base} has {found[:12]}; give the "
+                "model that it was trained on (model.path)"
+            )
 
 
 def tensor_name(module: str, part: str) -> str:

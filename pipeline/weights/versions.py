@@ -101,10 +101,15 @@ def base_of(directory: Path) -> str:
     """The digest of the base that the adapter of this directory was trained on; empty for a whole model."""
     if not (directory / ADAPTER_CONFIG).is_file():
         return ""
-    found = {_read_header(file)[0].get(BASE, "") for file in weight_files(directory)}
-    if len(found) != 1 or "" in found:
+    if not (found := named_base(directory)):
         raise WeightsError(f"{directory}: an adapter whose files don't name the weights that it was trained on")
-    return found.pop()
+    return found
+
+
+def named_base(directory: Path) -> str:
+    """The base that the headers of an adapter's files name; empty if they name none, as those of other tools."""
+    found = {_read_header(file)[0].get(BASE, "") for file in weight_files(directory)}
+    return found.pop() if len(found) == 1 else ""
 
 
 def tensor_table(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -98,6 +98,7 @@ class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
     min_weight_version: int = 0
     max_weight_version: int | None = None
     pinned_version: int | None = None  # decoded wholly under this one: a worker loads it, and keeps it until the end
+    adapter: str = ""  # of worker.adapters, which decodes it; its tokens are no samples of the policy, so with reply_to
     rollout_id: str | None = None  # agent rollouts only
     turn: int | None = None  # of the rollout, from 0
     reply_to: str | None = None  # the asking caller's mailbox: results go there, never into the training stream
@@ -114,6 +115,11 @@ class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
         if self.deadline_s is not None and not 0 < self.deadline_s <= MAX_DEADLINE_S:
             raise MessageError(
                 f"job {self.job_id}: deadline_s must be in 0..{MAX_DEADLINE_S:.0f}, got {self.deadline_s}"
+            )
+        if self.adapter and (not self.reply_to or self.rollout_id or self.pinned_version is not None):
+            raise MessageError(
+                f"job {self.job_id}: adapter {self.adapter!r} needs reply_to, and takes no rollout_id or "
+                "pinned_version: only the policy's own sequences are trained and versioned by the run"
             )
         if bool(self.messages) == bool(len(self.prompt_token_ids)):
             raise MessageError(f"job {self.job_id}: give either messages or prompt_token_ids")
@@ -137,6 +143,7 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     reward: float | None = None  # [P] of the whole rollout, from the agent's side; None: the task decides
     attempt: int = 1  # [W] fencing number of the attempt that committed it
     worker: str = ""  # [W]
+    adapter: str = ""  # [P] that decoded it, and whose versions these are; empty: the policy
     backend: str = ""  # [W] hf | vllm
     engine_version: str = ""  # [W]
     prompt_token_ids: TokenArray  # [W] as the model saw them: image placeholders expanded, no padding

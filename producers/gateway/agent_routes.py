@@ -91,7 +91,7 @@ def _add_messages(router: APIRouter, service: Service) -> None:
 async def _message(
     service: Service, body: MessagesRequest, request: Request, idempotency_key: str | None = None
 ) -> Response:
-    service.chat.check_model(body.model)
+    service.chat.check_model(body.model, body.rollout_id)
     call = body.call()
     sampling = body.sampling(service.config.sampling)
     made = MessagesAnswer(body, sampling, text_stream(service, call, sampling))

@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from pydantic import BaseModel
 
+from sluice.pipeline.config.suggest import nearest
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DeadlineExceeded
 from sluice.pipeline.logs import get_logger
@@ -121,11 +122,20 @@ class Chat:
         """Where the text of a stream ends for a tool call; None: nowhere, "": it comes whole."""
         return getattr(self.parser, "marker", "") if call.parses_tools else None
 
-    def check_model(self, name: str) -> None:
-        """Raises Refusal (404)."""
-        known = ("default", self._config.gateway.model_name)
-        if name not in known:
-            raise Refusal(404, f"model {name!r:.80} is not served; it may be {' or '.join(known)}", "model")
+    @property
+    def models(self) -> list[str]:
+        """Valid names; the first two mean the policy, the others are adapters."""
+        return ["default", self._config.gateway.model_name, *self._config.worker.adapters]
+
+    def check_model(self, name: str, rollout_id: str | None = None) -> None:
+        """Raises Refusal (404; 400 for an adapter in a rollout)."""
+        if name not in self.models:
+            near = nearest(name, self.models)
+            meant = f"did you mean {near!r}?" if near else f"it may be {' or '.join(self.models)}"
+            raise Refusal(404, f"model {name!r:.80} is not served; {meant}", "model")
+        if rollout_id is not None and name in self._config.worker.adapters:
+            message = f"model {name!r} is an adapter, and a rollout's tokens train the policy; use default"
+            raise Refusal(400, message, "model")
 
     async def events(
         self, call: ChatCall, sampling: SamplingParams, once: Once | None = None
@@ -305,6 +315,7 @@ class Chat:
             job_id=tagged(self._config.run, name),
             sampling=sampling,
             deadline_s=gateway.request_timeout_s,
+            adapter=request.model if request.model in self._config.worker.adapters else "",
             reply_to=self._name,
             stream_every=gateway.stream_tokens if request.stream else 0,
             **fields,

@@ -153,14 +153,14 @@ def _add_infer(router: APIRouter, service: Service) -> None:
 
 
 def _add_models(router: APIRouter, service: Service) -> None:
-    names, most = ("default", service.config.gateway.model_name), service.max_model_len
+    names, most = service.chat.models, service.max_model_len
     listed = Models(data=[Model(id=name, max_model_len=most) for name in names])
     all_of_them: dict[str, Any] = {"response_description": "All of them.", "responses": errors(401)}
     one_of_them: dict[str, Any] = {"response_description": "The name is served.", "responses": errors(401, 404, 422)}
 
     @router.get("/v1/models", summary="Names of the model", **all_of_them)
     async def models() -> Models:
-        """Every name means the weights being served at the time."""
+        """The first two mean the weights being served at the time; the others are adapters (`worker.adapters`)."""
         return listed
 
     @router.get(f"{SCOPE}/v1/models", summary="Names of the model, under a rollout's URL", **all_of_them)
@@ -169,8 +169,7 @@ def _add_models(router: APIRouter, service: Service) -> None:
         return listed
 
     def named(name: str) -> Model:
-        if name not in names:
-            raise Refusal(404, f"model {name!r:.80} is not served; it may be {' or '.join(names)}", "model")
+        service.chat.check_model(name)
         return Model(id=name, max_model_len=most)
 
     @router.get("/v1/models/{name}", summary="One name of the model", **one_of_them)
@@ -185,7 +184,7 @@ def _add_models(router: APIRouter, service: Service) -> None:
 
 
 async def _chat(service: Service, body: ChatRequest, request: Request, idempotency_key: str | None = None) -> Response:
-    service.chat.check_model(body.model)
+    service.chat.check_model(body.model, body.rollout_id)
     body.check()
     sampling = body.sampling(service.config.sampling)
     call = body.call()

@@ -192,7 +192,7 @@ async def _calls(service: Service, body: CompletionRequest) -> list[TokenCall]:
 async def _complete(
     service: Service, body: CompletionRequest, request: Request, idempotency_key: str | None = None
 ) -> Response:
-    service.chat.check_model(body.model)
+    service.chat.check_model(body.model, body.rollout_id)
     body.check()
     sampling = body.sampling(service.config.sampling)
     made = Completions(body, sampling, decode=service.decode, names=service.token_names, name=secrets.token_hex(12))
@@ -234,7 +234,7 @@ async def _generate(
     service: Service, body: GenerateRequest, request: Request, idempotency_key: str | None = None
 ) -> Response:
     model = body.model or "default"
-    service.chat.check_model(model)
+    service.chat.check_model(model, body.rollout_id)
     body.check()
     sampling = body.sampling_params.sampling(service.config.sampling)
     made = Generated(body, sampling, request_id=body.request_id or secrets.token_hex(16))

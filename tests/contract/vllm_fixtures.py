@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions
+from sluice.workers.engine.adapters import AdapterRoom
 from sluice.workers.engine.vllm import VllmBackend
 
 KV_CACHE_GB = 0.0008
@@ -36,9 +37,10 @@ def vlm_options(**extra: Any) -> VllmEngineOptions:
     return vllm_options(extra={"max_num_batched_tokens": 48, "model_impl": "transformers", **extra})
 
 
-def make_vllm(directory: Path, *, max_batch: int = 6, **options: Any) -> VllmBackend:
+def make_vllm(directory: Path, *, max_batch: int = 6, room: AdapterRoom | None = None, **options: Any) -> VllmBackend:
     """A backend that is not started."""
-    return VllmBackend(ModelConfig(path=str(directory)), max_batch=max_batch, options=vllm_options(**options))
+    config = ModelConfig(path=str(directory))
+    return VllmBackend(config, max_batch=max_batch, options=vllm_options(**options), room=room)
 
 
 @contextlib.contextmanager

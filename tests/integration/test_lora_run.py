@@ -24,6 +24,7 @@ from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.versions import digest_of
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import WeightVersion
+from sluice.workers.engine.adapters import AdapterRoom
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.scorer.model import VersionedModel
 from sluice.workers.weights_watch import WeightsWatch
@@ -76,8 +77,15 @@ async def newest(client: Any, keys: Keys) -> WeightVersion:
     return manifest
 
 
+@pytest.mark.parametrize("room", [None, AdapterRoom(1, ADAPTERS.rank)], ids=["merged", "requests"])
 async def test_every_role_gets_the_trainers_numbers(
-    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, tmp_path: Path
+    broker_config: BrokerConfig,
+    client: Any,
+    keys: Keys,
+    run_dir: Path,
+    source: Path,
+    tmp_path: Path,
+    room: AdapterRoom | None,
 ) -> None:
     config = config_of(broker_config, keys, run_dir, source)
     await hand_on(client, keys, 0, 3)
@@ -87,7 +95,7 @@ async def test_every_role_gets_the_trainers_numbers(
     assert (manifest.version, manifest.base) == (3, digest_of(source))
     assert wanted is not None
     assert abs(wanted - probe_score(reference(source), probe)) > 0.1
-    backend = HfBackend(config.model)
+    backend = HfBackend(config.model, room=room)
     await backend.start()  # a late joiner, under the base
     try:
         async with role_of(config) as role:

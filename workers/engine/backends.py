@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
 from sluice.pipeline.config.types import BackendName, ImagesConfig, ModelConfig, RepeatTerminateConfig, WorkerConfig
 from sluice.pipeline.errors import EngineError, ModelError, RequestError, TornWeights, WeightsError
 from sluice.pipeline.logs import get_logger
+from sluice.workers.engine.adapters import OWN, AdapterRoom
 from sluice.workers.engine.contracts import (
     Backend,
     EngineFacts,
@@ -41,10 +42,12 @@ def make_backend(
     worker: WorkerConfig,
     repeat_terminate: RepeatTerminateConfig | None = None,
     images: ImagesConfig | None = None,
+    room: AdapterRoom | None = None,
 ) -> RoutedBackend:
     """The configured backend with its fallback, not started; both with the repeat guard if it's enabled.
 
-    `images` says how many a prompt may have.
+    `images` says how many a prompt may have. `room`: for adapters beside the weights; None: versions that are adapters
+    are merged into them.
     """
     if worker.torch_threads:
         torch.set_num_threads(worker.torch_threads)
@@ -55,6 +58,7 @@ def make_backend(
             max_batch=worker.max_batch,
             repeat_terminate=repeat_terminate,
             processed_logprobs=worker.logprobs_mode == "processed",
+            room=room,
         )
 
     if worker.backend == "hf":
@@ -67,6 +71,7 @@ def make_backend(
         options=worker.vllm,
         repeat_terminate=repeat_terminate,
         max_images=(images or ImagesConfig()).max_per_prompt,
+        room=room,
     )
     return RoutedBackend(vllm, hf if worker.fallback_backend == "hf" else None, repeat_terminate)
 
@@ -89,7 +94,7 @@ class RoutedBackend:
         self._failed: str | None = None  # why there is no fallback
         self._changing = asyncio.Lock()
         self._waiting: list[tuple[str, asyncio.Event]] = []  # (key, aborted) of requests waiting for the fallback
-        self._weights: tuple[Path, int, WeightsProbe | None, int | None] | None = None
+        self._loaded: dict[str, tuple[Path, int, WeightsProbe | None, int | None]] = {}  # by name of the policy
         self._closed = False
 
     @property
@@ -100,6 +105,10 @@ class RoutedBackend:
     @property
     def version(self) -> int:
         return self._primary.version
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        return self._primary.versions
 
     @property
     def images_processed(self) -> int:
@@ -172,13 +181,27 @@ class RoutedBackend:
         self, directory: Path, version: int, probe: WeightsProbe | None = None, parent: int | None = None
     ) -> None:
         """Replace the weights of both backends."""
+        await self._load(OWN, directory, version, probe, parent)
+
+    async def load_adapter(
+        self,
+        name: str,
+        directory: Path,
+        version: int = 0,
+        probe: WeightsProbe | None = None,
+        parent: int | None = None,
+    ) -> None:
+        """On both backends."""
+        await self._load(name, directory, version, probe, parent)
+
+    async def _load(self, name: str, *what: Any) -> None:
         async with self._changing:
-            await self._primary.load_weights(directory, version, probe, parent)
-            self._weights = (directory, version, probe, parent)
+            await _load_policy(self._primary, name, *what)
+            self._loaded[name] = what
             if self._fallback is None:
                 return
             try:
-                await self._fallback.load_weights(directory, version, probe, parent)
+                await _load_policy(self._fallback, name, *what)
             except TornWeights:
                 raise
             except (EngineError, WeightsError) as error:
@@ -188,9 +211,9 @@ class RoutedBackend:
                 self._leaving[leaving] = fallback
                 leaving.add_done_callback(self._leaving.pop)
 
-    async def score(self, token_ids: Sequence[int]) -> float:
+    async def score(self, token_ids: Sequence[int], adapter: str = OWN) -> float:
         """Scored by the primary backend."""
-        return await self._primary.score(token_ids)
+        return await self._primary.score(token_ids, adapter)
 
     async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
         """Tried on the primary backend."""
@@ -230,10 +253,9 @@ class RoutedBackend:
             await prove_guard(fallback, self._guard)
             if not fallback.facts.supports_vlm:
                 raise ModelError(f"{facts.model} is not a vision-language model")
-            if self._weights is not None:
-                directory, version, probe, parent = self._weights
+            for name, (directory, version, probe, parent) in self._loaded.items():
                 # It starts from the model directory's own weights; the change from those was not measured.
-                await fallback.load_weights(directory, version, probe and replace(probe, change=None), parent)
+                await _load_policy(fallback, name, directory, version, probe and replace(probe, change=None), parent)
         except (EngineError, ModelError, WeightsError) as error:
             failed = f"neither {facts.name} nor its fallback supports images here: {error}"
             await fallback.close()
@@ -245,3 +267,12 @@ class RoutedBackend:
             raise
         get_logger().warning("fallback backend loaded", wanted=facts.name, used=fallback.facts.name, model=facts.model)
         return fallback
+
+
+async def _load_policy(
+    backend: Backend, name: str, directory: Path, version: int, probe: WeightsProbe | None, parent: int | None
+) -> None:
+    if name == OWN:
+        await backend.load_weights(directory, version, probe, parent)
+    else:
+        await backend.load_adapter(name, directory, version, probe, parent)

@@ -7,11 +7,12 @@
 - All per-token arrays of a `SequenceOutput` have the same length; logprobs are raw (temperature 1, no truncation).
 - `load_weights` runs between two tokens: running sequences keep their tokens and continue under the new version. The
   new prefill also scores the previous version's tokens (proximal logprobs).
+- `load_adapter` does that for the sequences of one adapter; all others run on untouched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -60,6 +61,7 @@ class SequenceRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
+    adapter: str = ""  # decoded under this adapter's newest version; empty: under the policy's
     images: tuple[Any, ...] = field(default=(), compare=False)  # PIL.Image.Image, RGB
     so_far: SampledTokens | None = None  # continues from there; proximal logprobs are scored again
     plugins: tuple[GenerationPlugin, ...] = ()
@@ -158,7 +160,14 @@ class Backend(Protocol):
         ...
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """Of the policy."""
+        ...
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """The version of each loaded adapter by name, and the policy's under ""."""
+        ...
 
     @property
     def images_processed(self) -> int:
@@ -191,8 +200,22 @@ class Backend(Protocol):
         """
         ...
 
-    async def score(self, token_ids: Sequence[int]) -> float:
-        """Summed fp32 logprob (nats) of tokens 1.. given their prefix, under the loaded weights."""
+    async def load_adapter(
+        self,
+        name: str,
+        directory: Path,
+        version: int = 0,
+        probe: WeightsProbe | None = None,
+        parent: int | None = None,
+    ) -> None:
+        """Decode the sequences of this adapter under `version` of it from now on, beside the engine's weights.
+
+        Raises WeightsError: all policies are as before. An engine that started without `AdapterRoom` refuses it.
+        """
+        ...
+
+    async def score(self, token_ids: Sequence[int], adapter: str = "") -> float:
+        """Summed fp32 logprob (nats) of tokens 1.. given their prefix, under the policy or an adapter."""
         ...
 
     async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:

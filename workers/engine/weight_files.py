@@ -107,6 +107,16 @@ class Layout:
                 self._check_equal(directory, sources, (name, first), (other, piece))
         return pieces
 
+    def linear_layers(self) -> list[str]:
+        """Last parts of the names of torch's linear layers, without the output layer."""
+        head = self._module.get_output_embeddings()
+        found = {
+            name.rpartition(".")[2]
+            for name, layer in self._module.named_modules()
+            if isinstance(layer, torch.nn.Linear) and layer is not head
+        }
+        return sorted(found)
+
     def filled(self, directory: Path, pieces: Iterable[Piece], sources: Mapping[str, Any]) -> set[str]:
         """Names of the module's tensors that these pieces fill. Raises WeightsError for a piece that fills none."""
         return {name for piece in pieces for name in self._made(directory, piece, sources)}
@@ -191,12 +201,23 @@ class LoadedAdapter:
             found[next(iter(piece.sources))] = piece.target
         return found
 
+    def factors(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(A [rank, in], scaled B [out, rank]), float32."""
+        return self._adapter.factors(module, lambda part: self._files[part].get_tensor(part))
+
     def merged(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """The tensor of this name in the module, with what the adapter adds."""
         module = name.removesuffix(".weight")
         if module not in self._adapter.shapes:
             return value
         return self._adapter.merged(module, value, lambda part: self._files[part].get_tensor(part))
+
+
+def is_zero(directory: Path) -> bool:
+    """Whether an adapter adds nothing yet, as before its first step."""
+    with ExitStack() as stack:
+        files = open_weights(directory, stack)
+        return not any(files[name].get_tensor(name).any() for name in files if ".lora_B." in name)
 
 
 def open_weights(directory: Path, stack: ExitStack) -> dict[str, Any]:

@@ -331,6 +331,12 @@ def test_an_adapters_dropout_is_random_in_training_alone(source: Path) -> None:
         ("trainer.lora.target_modules=all", "trainer.lora.target_modules"),
         ("trainer.lora.ranks=8", "did you mean 'rank'"),
         ("trainer.lora.dropout=0.1 trainer.ranks=2", "trainer.lora.dropout 0.1 with trainer.ranks 2"),
+        ("worker.lora=requests", "worker.lora requests without trainer.lora.rank or worker.adapters"),
+        ("worker.lora=requests worker.adapters.a=/x", "worker.lora requests with a trainer of all weights"),
+        ("trainer.external=true worker.adapters.a=/x", "worker.adapters needs worker.lora requests"),
+        ("worker.adapters.policy=/x", "worker.adapters.policy: this name means the policy"),
+        ("worker.adapters.a/b=/x", "worker.adapters.a/b: use 1-64 letters"),
+        ("worker.adapters.a=''", "worker.adapters.a names no directory"),
         (
             "trainer.lora.dropout=0.1 policy.enabled=true policy.mismatch=mask",
             "policy.mismatch mask with trainer.lora.dr",

@@ -21,8 +21,9 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from sluice.pipeline.errors import EngineError, RequestError, SluiceError, TornWeights, WeightsError
 from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
+from sluice.workers.engine.adapters import OWN, AdapterRoom, Policy, check_whole, checked, is_adapter
 from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from sluice.workers.engine.hf.decoder import Decoder, Ended
 from sluice.workers.engine.hf.model import LoadedModel, load_model
@@ -61,14 +63,15 @@ class HfBackend:
         version: int = 0,
         repeat_terminate: RepeatTerminateConfig | None = None,
         processed_logprobs: bool = False,
+        room: AdapterRoom | None = None,
     ) -> None:
-        """`processed_logprobs`: logprobs at each sequence's own temperature."""
+        """`processed_logprobs`: logprobs at each sequence's own temperature. `room`: for adapters beside the base."""
         if max_batch < 1:
             raise EngineError(f"max_batch must be >= 1, got {max_batch}")
         load = partial(
             load_model, config, repeat_terminate or RepeatTerminateConfig(), processed_logprobs=processed_logprobs
         )
-        self._thread = DecodeThread(load, Path(config.path), max_batch, version)
+        self._thread = DecodeThread(load, Path(config.path), max_batch, version, room)
         self._facts: EngineFacts | None = None
         self._images: PreparedImages | None = None
         self._started = False
@@ -82,7 +85,11 @@ class HfBackend:
 
     @property
     def version(self) -> int:
-        return self._thread.version
+        return self._thread.versions[OWN]
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        return self._thread.versions
 
     async def start(self) -> None:
         """Load the model. Raises ModelError; EngineError if it was already started."""
@@ -132,11 +139,22 @@ class HfBackend:
         self, directory: Path, version: int, probe: WeightsProbe | None = None, parent: int | None = None
     ) -> None:
         """Swap the weights after the current step; see `contracts.Backend`. Raises WeightsError or TornWeights."""
-        await asyncio.wrap_future(self._running().load(Path(directory), version, probe, parent))
+        await asyncio.wrap_future(self._running().load(OWN, Path(directory), version, probe, parent))
 
-    async def score(self, token_ids: Sequence[int]) -> float:
+    async def load_adapter(
+        self,
+        name: str,
+        directory: Path,
+        version: int = 0,
+        probe: WeightsProbe | None = None,
+        parent: int | None = None,
+    ) -> None:
+        """After the current step; see `contracts.Backend`. Raises WeightsError."""
+        await asyncio.wrap_future(self._running().load(name, Path(directory), version, probe, parent))
+
+    async def score(self, token_ids: Sequence[int], adapter: str = OWN) -> float:
         """Summed fp32 logprob (nats) of tokens 1.. . Raises EngineError."""
-        return await asyncio.wrap_future(self._running().score(token_ids))
+        return await asyncio.wrap_future(self._running().score(token_ids, adapter))
 
     async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
         """Feed the tokens to a fresh guard. Raises EngineError if none is loaded."""
@@ -169,16 +187,23 @@ class HfBackend:
 class DecodeThread:
     """Start it once; `ready` resolves to the engine's facts, or to the error that prevented loading."""
 
-    def __init__(self, load: Callable[[], LoadedModel], directory: Path, max_batch: int, version: int) -> None:
+    def __init__(
+        self,
+        load: Callable[[], LoadedModel],
+        directory: Path,
+        max_batch: int,
+        version: int,
+        room: AdapterRoom | None = None,
+    ) -> None:
         """`load` returns the model with the weights of `directory`, which are `version`; it may raise ModelError."""
         self.ready: Future[EngineFacts] = Future()
-        self.version = version
+        self.versions = {OWN: version}  # replaced, never changed: other threads read it
         self.processor: VisionProcessor | None = None  # set once the model is loaded, if it takes images
         self.features: ImageFeatures | None = None  # likewise
         self.guard: GuardRules | None = None  # likewise, if the guard is on
         self.guard_cost = GuardCost()
         self._load_model, self._directory = load, directory
-        self._max_batch = max_batch
+        self._max_batch, self._room = max_batch, room
         self._wake = threading.Condition()
         self._joins: deque[_Job] = deque()
         self._loads: deque[_Job] = deque()
@@ -201,12 +226,14 @@ class DecodeThread:
         """Queue one sequence, with its prepared images if it has some; cancel the future to abort it."""
         return self._submit(self._joins, (request, vision))
 
-    def load(self, directory: Path, version: int, probe: WeightsProbe | None, parent: int | None) -> Future[None]:
-        """Queue a weight load; it runs after the current step."""
-        return self._submit(self._loads, (directory, version, probe, parent))
+    def load(
+        self, name: str, directory: Path, version: int, probe: WeightsProbe | None, parent: int | None
+    ) -> Future[None]:
+        """Queue a load for the policy or an adapter; it runs after the current step."""
+        return self._submit(self._loads, (name, directory, version, probe, parent))
 
-    def score(self, token_ids: Sequence[int]) -> Future[float]:
-        return self._submit(self._scores, tuple(token_ids))
+    def score(self, token_ids: Sequence[int], adapter: str = OWN) -> Future[float]:
+        return self._submit(self._scores, (tuple(token_ids), adapter))
 
     def abort(self, seq_key: str) -> None:
         """End the sequences of this key with what they have; an unknown key is no error."""
@@ -243,7 +270,7 @@ class DecodeThread:
             with torch.inference_mode():
                 model = self._load_model()
                 prove(model)
-                decoder = Decoder(model, self.version, self.guard_cost)
+                decoder = Decoder(model, self.versions[OWN], self.guard_cost)
                 self.processor, self.guard = decoder.model.vision, decoder.model.guard
                 model = decoder.model
                 self._weights = Weights(model.module, self._directory, decoder.score, model.features)
@@ -324,6 +351,7 @@ class DecodeThread:
                 if self._weights is not None and self._weights.torn is not None:
                     raise TornWeights(str(self._weights.torn))
                 model = decoder.model
+                decoder.policies.of(request.adapter, request.seq_key)
                 row = Row(request, model.tokenizer, model.facts, vision, model.guard)
             except SluiceError as error:
                 _fail(future, error)
@@ -344,22 +372,54 @@ class DecodeThread:
                 _resolve(future, row.output())
 
     def _load(
-        self, decoder: Decoder, what: tuple[Path, int, WeightsProbe | None, int | None], future: Future[None]
+        self, decoder: Decoder, what: tuple[str, Path, int, WeightsProbe | None, int | None], future: Future[None]
     ) -> None:
         if future.cancelled():
             return
-        directory, version, probe, parent = what
+        name, directory, version, probe, parent = what
         assert self._weights is not None
         try:
+            if name != OWN or self._room is not None:
+                self._load_adapter(decoder, name, directory, Policy(version, parent), probe)
+                _resolve(future, None)
+                return
             self._weights.load(directory, probe)
         except WeightsError as error:
             if isinstance(error, TornWeights):
                 self._fail_rows(decoder, error)
             _fail(future, error)
             return
-        self.version = version
+        self.versions = {**self.versions, OWN: version}
         self._answer(decoder.swap(version, parent))
         _resolve(future, None)
+
+    def _load_adapter(
+        self, decoder: Decoder, name: str, directory: Path, policy: Policy, probe: WeightsProbe | None
+    ) -> None:
+        """`policy` is that of the name from now on, with the directory's adapter. Raises WeightsError."""
+        adapters, before = decoder.model.adapters, None
+        if name == OWN and not is_adapter(directory):
+            check_whole(directory, self._directory)  # the base itself: no adapter
+        else:
+            policy = replace(
+                policy, lora=adapters.load(checked(directory, self._directory, self._room, decoder.policies, name))
+            )
+        try:
+            if probe is not None:
+                if name in self.versions:
+                    before = decoder.score(probe.token_ids, decoder.policies.of(name).lora)
+                if refusal := probe.refusal(directory, before, decoder.score(probe.token_ids, policy.lora)):
+                    raise WeightsError(refusal)
+        except RequestError as error:
+            adapters.drop(policy.lora)
+            raise WeightsError(f"this engine cannot score the probe of {directory}: {error}") from error
+        except WeightsError:
+            adapters.drop(policy.lora)
+            raise
+        ended, old = decoder.switch(name, policy)
+        adapters.drop(None if old is None else old.lora)
+        self.versions = decoder.policies.versions()
+        self._answer(ended)
 
     def _fail_rows(self, decoder: Decoder, error: TornWeights) -> None:
         rows = list(decoder.rows)
@@ -367,9 +427,10 @@ class DecodeThread:
         for row in rows:
             _fail(self._futures.pop(id(row)), TornWeights(str(error)), error)
 
-    def _score(self, decoder: Decoder, token_ids: tuple[int, ...], future: Future[float]) -> None:
+    def _score(self, decoder: Decoder, what: tuple[tuple[int, ...], str], future: Future[float]) -> None:
+        token_ids, adapter = what
         try:
-            _resolve(future, decoder.score(token_ids))
+            _resolve(future, decoder.score(token_ids, decoder.policies.of(adapter, "score").lora))
         except SluiceError as error:
             _fail(future, error)
 

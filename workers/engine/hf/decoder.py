@@ -5,6 +5,7 @@
 - Equal contexts are prefilled once. A prompt with images is prefilled alone.
 - New weights: every running row is prefilled again, because a cache must not outlive its weights. The same pass scores
   the tokens sampled under the previous version: their proximal logprobs.
+- A new version of one adapter does that to its own rows alone: a row's version, cache and passes are its policy's.
 - A row that can't take its token (NaN, a failing plugin) leaves with its error; the others continue.
 """
 
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from sluice.pipeline.errors import EngineError, RequestError
+from sluice.workers.engine.adapters import OWN, Policies, Policy
+from sluice.workers.engine.hf.adapters import Lora
 from sluice.workers.engine.hf.cache import DecodeCache, PrefillCache
 from sluice.workers.engine.hf.model import LoadedModel
 from sluice.workers.engine.hf.passes import forward, forward_scored, groups_by_length, left_padded
@@ -39,8 +42,7 @@ class Decoder:
 
     def __init__(self, model: LoadedModel, version: int, guard_cost: GuardCost | None = None) -> None:
         self.model = model
-        self.version = version
-        self._parent: int | None = None
+        self.policies = Policies(version)
         self.rows: list[Row] = []
         self._device = torch.device(model.facts.device)
         self._guard_cost = guard_cost or GuardCost()
@@ -64,7 +66,8 @@ class Decoder:
         if self._table is None:
             self._table = self._table_of(self.rows)
         mask, positions = self._cache.open_step()
-        logits = forward(self.model, self._last.unsqueeze(1), mask, positions, self._cache)[:, -1]
+        with self.model.adapters.rows([_policy(row).lora for row in self.rows]):
+            logits = forward(self.model, self._last.unsqueeze(1), mask, positions, self._cache)[:, -1]
         self._cache.close_step()
         tokens, errors = self._sample(self.rows, logits, self._table)
         self._last = tokens
@@ -88,22 +91,30 @@ class Decoder:
         `parent`: the version that `version` was published from; None: the number before.
         """
         rows, self.rows = self.rows, []
-        self.version, self._parent = version, parent
+        self.policies.put(OWN, Policy(version, parent))
         self._cache, self._table = DecodeCache(self._device), None
         self._last = self._last[:0]
         return self.join(rows)
 
-    def score(self, token_ids: Sequence[int]) -> float:
+    def switch(self, name: str, policy: Policy) -> tuple[list[Ended], Policy | None]:
+        """Prefill the rows of this name under its new policy; returns rows that ended at once, and the old policy."""
+        rows = [row for row in self.rows if row.request.adapter == name]
+        self.drop(rows)
+        before = self.policies.put(name, policy)
+        return self.join(rows), before
+
+    def score(self, token_ids: Sequence[int], lora: Lora | None = None) -> float:
         """Summed fp32 logprob (nats) of tokens 1.. given their prefix. Raises RequestError."""
         if len(token_ids) < 2:
             raise RequestError(f"a score needs at least 2 tokens, got {len(token_ids)}")
         check_token_ids("score", token_ids, self.model.facts.vocab_size)
         inputs = torch.tensor([list(token_ids)], device=self._device)
-        logits = self.model.module(input_ids=inputs, use_cache=False).logits[0, :-1].float()
+        with self.model.adapters.rows([lora]):
+            logits = self.model.module(input_ids=inputs, use_cache=False).logits[0, :-1].float()
         return torch.log_softmax(logits, dim=-1).gather(1, inputs[0, 1:, None]).double().sum().item()
 
     def _prefill(self, rows: Sequence[Row], last: list[int]) -> list[Ended]:
-        done, errors = prefill(self.model, rows, self.version, self._parent)
+        done, errors = prefill(self.model, rows, self.policies)
         rows = [row for index, row in enumerate(rows) if index not in errors]
         ended: list[Ended] = [*errors.values()]
         if done is None or not rows:
@@ -139,7 +150,7 @@ class Decoder:
                 if index in loops:
                     row.end_loop(loops[index])
                 else:
-                    row.accept(token, logprob, self.version, logits[index])
+                    row.accept(token, logprob, _policy(row).version, logits[index])
             except EngineError as error:
                 errors[index] = error
         return tokens, errors
@@ -198,14 +209,14 @@ class Prefilled:
     pick: list[int]
 
 
-def prefill(
-    model: LoadedModel, rows: Sequence[Row], version: int, parent: int | None
-) -> tuple[Prefilled | None, Errors]:
-    """Prefill one group of `prefill_groups` with the weights of `version`; the rows receive their scores.
+def prefill(model: LoadedModel, rows: Sequence[Row], policies: Policies) -> tuple[Prefilled | None, Errors]:
+    """Prefill one group of `prefill_groups`, each row under its policy; the rows receive their scores.
 
     None if every row has an error.
     """
-    unscored = [row.unscored(version, parent) for row in rows]
+    for row in rows:
+        row.policy = policies.of(row.request.adapter)
+    unscored = [row.unscored(_policy(row).version, _policy(row).parent) for row in rows]
     try:
         done, scores, begin = _image_pass(model, rows, unscored) if rows[0].vision else _pass(model, rows, unscored)
     except RequestError as error:
@@ -215,7 +226,7 @@ def prefill(
         try:
             if tokens:
                 given, start = scores[done.pick[index]], begin[index]
-                row.score(version, tokens, [given[start + token] for token in tokens])
+                row.score(_policy(row).version, tokens, [given[start + token] for token in tokens])
         except EngineError as error:
             errors[index] = (row, error)
     return done, errors
@@ -229,10 +240,11 @@ def prefill_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
     texts = [row for row in rows if row.vision is None]
     for group in groups_by_length([len(row.context) for row in texts], PREFILL_TOKENS):
         yield [texts[index] for index in group]
-    images: dict[tuple[int, tuple[int, ...], float], list[Row]] = {}
+    images: dict[tuple[int, tuple[int, ...], float, str], list[Row]] = {}
     for row in rows:
         if row.vision is not None:
-            images.setdefault((id(row.vision), tuple(row.tokens), row.logprob_temperature), []).append(row)
+            its = (id(row.vision), tuple(row.tokens), row.logprob_temperature, row.request.adapter)
+            images.setdefault(its, []).append(row)
     yield from images.values()
 
 
@@ -240,13 +252,14 @@ def _pass(
     model: LoadedModel, rows: Sequence[Row], unscored: Sequence[list[int]]
 ) -> tuple[Prefilled, _Scores, list[int]]:
     """Text only: (result, scores per context, index in the scores of each row's token 0)."""
-    unique: dict[tuple[tuple[int, ...], float], int] = {}
-    pick = [unique.setdefault((tuple(row.context), row.logprob_temperature), len(unique)) for row in rows]
-    padded = left_padded(model, [context for context, _ in unique], rows[0].pad_token_id)
+    unique: dict[tuple[tuple[int, ...], float, Policy], int] = {}
+    pick = [unique.setdefault((tuple(row.context), row.logprob_temperature, _policy(row)), len(unique)) for row in rows]
+    padded = left_padded(model, [context for context, *_ in unique], rows[0].pad_token_id)
     width, cache = padded[0].shape[1], PrefillCache(model.module.config)
     zeros = [width - len(row.tokens) for row in rows]  # column of token 0; contexts end at the last column
     first = min((zero + tokens[0] for zero, tokens in zip(zeros, unscored, strict=True) if tokens), default=None)
-    logits, scores = forward_scored(model, *padded, cache, first, [temperature for _, temperature in unique])
+    with model.adapters.rows([policy.lora for *_, policy in unique]):
+        logits, scores = forward_scored(model, *padded, cache, first, [temperature for _, temperature, _ in unique])
     return Prefilled(cache, logits, 0, pick), scores.tolist(), [zero - (first or 0) for zero in zeros]
 
 
@@ -256,5 +269,12 @@ def _image_pass(
     vision, cache = rows[0].vision, PrefillCache(model.module.config)
     assert vision is not None
     first = min((tokens[0] for tokens in unscored if tokens), default=None)
-    logits, scores, offset = prefill_image(model, vision, rows[0].tokens, cache, first, rows[0].logprob_temperature)
+    temperature = rows[0].logprob_temperature
+    with model.adapters.rows([_policy(rows[0]).lora]):
+        logits, scores, offset = prefill_image(model, vision, rows[0].tokens, cache, first, temperature)
     return Prefilled(cache, logits, offset, [0] * len(rows)), scores.tolist(), [-(first or 0)] * len(rows)
+
+
+def _policy(row: Row) -> Policy:
+    assert row.policy is not None, "its prefill sets it"
+    return row.policy

@@ -26,6 +26,7 @@ from sluice.pipeline.errors import ModelError
 from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.images.processor import VisionProcessor
 from sluice.workers.engine.contracts import EngineFacts
+from sluice.workers.engine.hf.adapters import Adapters
 from sluice.workers.engine.hf.cache import PrefillCache
 from sluice.workers.guard.rules import GuardRules
 from sluice.workers.model_files import check_directory, end_token_ids, has_vision, load_tokenizer
@@ -43,6 +44,7 @@ class LoadedModel:
     facts: EngineFacts
     pad_token_id: int
     keeps_last_logits: bool  # its forward can return logits of the last positions only
+    adapters: Adapters  # beside its weights
     rope_index: Callable[..., Any] | None = None  # positions of a prompt with images, if they have 3 axes
     vision: VisionProcessor | None = None  # None: takes no images
     features: ImageFeatures | None = None  # likewise
@@ -82,6 +84,7 @@ def load_model(
         ),
         pad_token_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         keeps_last_logits="logits_to_keep" in takes,
+        adapters=Adapters(module),
         rope_index=getattr(getattr(module, "model", None), "get_rope_index", None),
         vision=vision,
         features=None if vision is None else ImageFeatures(module, torch, max_bytes=feature_bytes),

@@ -13,6 +13,7 @@ import torch
 
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.processor import VisionInputs
+from sluice.workers.engine.adapters import Policy
 from sluice.workers.engine.contracts import EngineFacts, SequenceRequest
 from sluice.workers.engine.plugins.base import GenerationPlugin
 from sluice.workers.engine.running import RunningSequence
@@ -23,7 +24,7 @@ from sluice.workers.guard.watch import Watch
 class Row(RunningSequence):
     """A sequence with its images, its plugin hooks and its repeat guard, if any."""
 
-    __slots__ = ("hooks", "pad_token_id", "vision", "watch")
+    __slots__ = ("hooks", "pad_token_id", "policy", "vision", "watch")
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class Row(RunningSequence):
     ) -> None:
         """Raises RequestError for a request the engine can't decode whole."""
         super().__init__(request, tokenizer, facts, None if vision is None else vision.token_ids)
+        self.policy: Policy | None = None  # under which its cache was computed; None: not prefilled yet
         self.vision = vision
         self.pad_token_id = request.pad_token_id
         rules = request.probe_guard or guard

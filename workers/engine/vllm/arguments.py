@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from sluice.pipeline.config.suggest import nearest
 from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions
 from sluice.pipeline.errors import ConfigError, ModelError
+from sluice.workers.engine.adapters import AdapterRoom
 from sluice.workers.engine.vllm.processor import SeededSampler
 from sluice.workers.engine.vllm.vision import Vision
 from sluice.workers.engine.vllm.worker_extension import WEIGHT_TRANSFER, WorkerExtension
@@ -28,8 +29,12 @@ def engine_arguments(
     log_config: Path,
     vision: Vision | None = None,
     guard: GuardRules | None = None,
+    lora: dict[str, Any] | None = None,
 ) -> Any:
-    """`AsyncEngineArgs`. Raises ConfigError for an unknown or reserved option, ModelError for a missing device."""
+    """`AsyncEngineArgs`; `lora` are those of `lora_arguments`.
+
+    Raises ConfigError for an unknown or reserved option, ModelError for a missing device.
+    """
     from vllm.config.logging import LoggingConfig
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -55,6 +60,7 @@ def engine_arguments(
         **_device(model, current_platform.is_cpu()),
         **{name: getattr(options, name) for name in _OPTIONS},
         **(vision.arguments if vision is not None else {}),
+        **(lora or {}),
     }
     if current_platform.is_cpu():
         ours["kv_cache_memory_bytes"] = _kv_cache_bytes(options)
@@ -67,6 +73,28 @@ def engine_arguments(
         if name not in known:
             raise ConfigError(f"worker.vllm.extra.{name}: vLLM has no such engine argument{_meant(name, known)}")
     return AsyncEngineArgs(**ours, **options.extra)
+
+
+def lora_arguments(room: AdapterRoom, layers: list[str]) -> dict[str, Any]:
+    """For adapters on layers of these names. Raises ConfigError for a rank that vLLM doesn't have.
+
+    The output layer isn't among them: with an adapter there, vLLM can't return logprobs of prompts.
+    """
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks = sorted(get_args(MaxLoRARanks))
+    if (rank := next((rank for rank in ranks if rank >= room.rank), None)) is None:
+        raise ConfigError(f"an adapter of rank {room.rank}: vLLM has no more than {ranks[-1]}; use worker.backend hf")
+    # One more for a new version beside the old one, and one that stays empty: on CPUs, sequences without an adapter
+    # get what is in the last one (vllm#48421).
+    count = room.count + 2
+    return {
+        "enable_lora": True,
+        "max_loras": count,
+        "max_cpu_loras": count,
+        "max_lora_rank": rank,
+        "lora_target_modules": layers,
+    }
 
 
 def _meant(name: str, known: list[str]) -> str:

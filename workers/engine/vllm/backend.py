@@ -16,22 +16,26 @@ import asyncio
 import importlib.util
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sluice.pipeline.config.types import ImagesConfig, ModelConfig, RepeatTerminateConfig, VllmEngineOptions
 from sluice.pipeline.errors import ConfigError, EngineError, RequestError, TornWeights, WeightsError
+from sluice.pipeline.weights.adapter import Adapter
 from sluice.pipeline.weights.versions import ADAPTER_CONFIG
+from sluice.workers.engine.adapters import OWN, AdapterRoom, Policy, check_whole, checked, is_adapter
 from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from sluice.workers.engine.vllm.sequences import Sequences
 from sluice.workers.engine.vllm.startup import EngineLog, StartedEngine, start_engine
+from sluice.workers.engine.weight_files import is_zero
 from sluice.workers.guard.watch import GuardCost
 
 _STOP_S = 15.0
 _CORE_STOP_S = 5.0
+_PROOF_TOKENS = 9
 _Result = TypeVar("_Result")
 
 
@@ -50,12 +54,13 @@ class VllmBackend:
         version: int = 0,
         repeat_terminate: RepeatTerminateConfig | None = None,
         max_images: int = ImagesConfig().max_per_prompt,
+        room: AdapterRoom | None = None,
     ) -> None:
-        """`max_images` of one prompt."""
+        """`max_images` of one prompt. `room`: for adapters beside the weights."""
         if max_batch < 1:
             raise EngineError(f"max_batch must be >= 1, got {max_batch}")
         guard = repeat_terminate or RepeatTerminateConfig()
-        self._engine = Engine(model, options or VllmEngineOptions(), max_batch, version, guard, max_images)
+        self._engine = Engine(model, options or VllmEngineOptions(), max_batch, version, guard, max_images, room)
         self._thread: LoopThread | None = None
         self._closed = False
 
@@ -66,7 +71,11 @@ class VllmBackend:
 
     @property
     def version(self) -> int:
-        return self._engine.version
+        return self._engine.versions[OWN]
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        return self._engine.versions
 
     async def start(self) -> None:
         """Load the model. Raises ModelError, ConfigError or EngineError (also if it was already started)."""
@@ -105,9 +114,21 @@ class VllmBackend:
         """Swap the weights between two tokens; see `contracts.Backend`. Raises WeightsError or TornWeights."""
         await self._do(lambda engine: engine.load_weights(Path(directory), version, probe, parent))
 
-    async def score(self, token_ids: Sequence[int]) -> float:
+    async def load_adapter(
+        self,
+        name: str,
+        directory: Path,
+        version: int = 0,
+        probe: WeightsProbe | None = None,
+        parent: int | None = None,
+    ) -> None:
+        """Beside the weights; see `contracts.Backend`. Raises WeightsError."""
+        policy = Policy(version, parent)
+        await self._do(lambda engine: engine.load_adapter(name, Path(directory), policy, probe))
+
+    async def score(self, token_ids: Sequence[int], adapter: str = OWN) -> float:
         """Summed fp32 logprob (nats) of tokens 1.. . Raises EngineError."""
-        return await self._do(lambda engine: engine.sequences.score(token_ids))
+        return await self._do(lambda engine: engine.sequences.score(token_ids, adapter))
 
     async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
         """Feed the tokens to a fresh guard in the core. Raises EngineError if none is loaded."""
@@ -156,10 +177,14 @@ class Engine:
         version: int,
         repeat_terminate: RepeatTerminateConfig,
         max_images: int,
+        room: AdapterRoom | None,
     ) -> None:
         self._settings = (model, options, max_batch, repeat_terminate, max_images)
+        self._room, self._taken = room, frozenset[str]()  # layers that can have adapters
+        self._loading = asyncio.Lock()
+        self._num_adapters = 0  # since the start
         self._log: EngineLog | None = None
-        self._version = version
+        self.versions = {OWN: version}  # replaced, never changed: other threads read it
         self._engine: StartedEngine | None = None
         self._sequences: Sequences | None = None
         self._weights: CoreWeights | None = None
@@ -186,10 +211,6 @@ class Engine:
         return self._engine.facts
 
     @property
-    def version(self) -> int:
-        return self._version
-
-    @property
     def images_processed(self) -> int:
         """See `VllmBackend`."""
         vision = None if self._engine is None else self._engine.vision
@@ -203,12 +224,15 @@ class Engine:
     async def start(self) -> None:
         """Blocks this loop until the model is loaded. Raises ModelError, ConfigError or EngineError."""
         self._log = EngineLog()
-        self._engine = start_engine(*self._settings, self._log)
-        sequences = Sequences(self._engine, self._version, self._why_dead)
+        self._engine = start_engine(*self._settings, self._log, room=self._room)
+        sequences = Sequences(self._engine, self.versions[OWN], self._why_dead)
         # vLLM asks its core once; after that, requests are sent without waiting.
         await sequences.or_dead(self._engine.llm.get_supported_tasks())
-        await sequences.or_dead(self._engine.llm.update_weight_version(str(self._version)))
+        await sequences.or_dead(self._engine.llm.update_weight_version(str(self.versions[OWN])))
         directory = Path(self._settings[0].path)
+        if self._room is not None:
+            layers = await sequences.or_dead(self._engine.llm.collective_rpc("sluice_adapted_layers"))
+            self._taken = frozenset(layers[0])
         vision = self._engine.vision  # its files may be replaced later, so their digest is taken now
         digest = await asyncio.to_thread(self._engine.checkpoint.vision_digest, directory) if vision else ""
         self._weights = CoreWeights(self._engine, directory, sequences, digest)
@@ -217,11 +241,81 @@ class Engine:
     async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None, parent: int | None) -> None:
         """See `contracts.Backend`."""
         assert self._weights is not None
+        policy = Policy(version, parent)
+        if self._room is not None:
+            await self.load_adapter(OWN, directory, policy, probe)
+            return
         files = await self._weights.checked(directory)
         async with self.sequences.paused():
             await self._weights.load(directory, files, probe, version)
-            self._version = self.sequences.version = version
-            self.sequences.parent = parent
+            self.sequences.loaded = version
+            self.sequences.policies.put(OWN, policy)
+            self.versions = self.sequences.policies.versions()
+
+    async def load_adapter(self, name: str, directory: Path, policy: Policy, probe: WeightsProbe | None) -> None:
+        """`policy` is that of the name from now on, with the directory's adapter. Nothing is paused: vLLM loads it
+        between two steps, and the sequences of the name are sent again. Raises WeightsError."""
+        async with self._loading:
+            lora = await asyncio.to_thread(self._checked, name, directory)
+            if lora is not None:
+                policy = replace(policy, lora=await self._add(name, lora, policy.version))
+            try:
+                await self._prove(name, directory, policy, probe)
+            except BaseException:
+                await self._remove(policy)
+                raise
+            if (before := await self.sequences.switch(name, policy)) is not None:
+                await self._remove(before)
+            self.versions = self.sequences.policies.versions()
+
+    def _checked(self, name: str, directory: Path) -> Adapter | None:
+        """None: the base itself."""
+        assert self._engine is not None
+        base = Path(self._settings[0].path)
+        if name == OWN and not is_adapter(directory):
+            check_whole(directory, base)
+            return None
+        found = checked(directory, base, self._room, self.sequences.policies, name)
+        self._engine.checkpoint.check_beside(found, self._taken)
+        return found
+
+    async def _add(self, name: str, found: Adapter, version: int) -> Any:
+        """vLLM's handle. Its number and name are new, so no cache of another adapter or version has its key."""
+        from vllm.lora.request import LoRARequest
+
+        assert self._engine is not None
+        self._num_adapters += 1
+        number = self._num_adapters
+        lora = LoRARequest(f"{name or 'policy'}-v{version}-{number}", number, str(found.directory))
+        try:
+            await self.sequences.or_dead(self._engine.llm.add_lora(lora))
+        except EngineError:
+            raise
+        except Exception as error:  # vLLM passes a worker's error on as a bare Exception
+            raise WeightsError(f"{found.directory}: vLLM can't load this adapter: {error}") from error
+        return lora
+
+    async def _remove(self, policy: Policy) -> None:
+        if policy.lora is not None and self._engine is not None:
+            await self.sequences.or_dead(self._engine.llm.remove_lora(policy.lora.lora_int_id))
+
+    async def _prove(self, name: str, directory: Path, policy: Policy, probe: WeightsProbe | None) -> None:
+        """Raises WeightsError if the adapter doesn't score as the trainer measured, or changes nothing."""
+        sequences = self.sequences
+        try:
+            if probe is not None:
+                before = None
+                if name in self.versions:
+                    before = await sequences.score(probe.token_ids, name)
+                if refusal := probe.refusal(directory, before, await sequences.score_under(policy, probe.token_ids)):
+                    raise WeightsError(refusal)
+            elif policy.lora is not None and not await asyncio.to_thread(is_zero, directory):
+                tokens = list(range(1, min(_PROOF_TOKENS, self.facts.vocab_size)))
+                alone = await sequences.score_under(Policy(policy.version), tokens)
+                if not abs(await sequences.score_under(policy, tokens) - alone) > 0:
+                    raise WeightsError(f"{directory}: its adapter changes nothing in vLLM; use worker.backend hf")
+        except RequestError as error:
+            raise WeightsError(f"this engine cannot score the probe of {directory}: {error}") from error
 
     async def tracked(self, work: Callable[[Engine], Coroutine[Any, Any, _Result]]) -> _Result:
         """Run it so that `close` can end it with an EngineError; its caller ends it by cancelling.
@@ -331,7 +425,7 @@ class CoreWeights:
             if whole:
                 files = await self.checked(self._directory)
                 self._vision_digest = files.vision_digest
-                await self._copy(files, self._sequences.version, keep_encoded=False)
+                await self._copy(files, self._sequences.loaded, keep_encoded=False)
         except WeightsError as error:
             torn = TornWeights(f"{cause}; the old weights cannot be restored either: {error}")
         if torn is None and probe is not None and before is not None:

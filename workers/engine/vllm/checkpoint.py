@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
@@ -42,6 +43,26 @@ class Checkpoint:
                     self._check_start(model.path, self._layout.filled(directory, pieces, sources))
         except WeightsError as error:
             raise ModelError(str(error)) from error
+
+    def adaptable(self) -> list[str]:
+        """Last parts of the names of the layers that may have an adapter beside them. Raises ModelError."""
+        if self._layout is None:
+            raise ModelError(f"worker.lora: requests: {self._unknown}; leave it out")
+        return self._layout.linear_layers()
+
+    def check_beside(self, found: Adapter, taken: Collection[str]) -> None:
+        """Raises WeightsError for an adapter that doesn't fit the model, or one of a layer that isn't in `taken`."""
+        directory = found.directory
+        if self._layout is None:
+            raise WeightsError(f"{directory}: cannot check the adapter against the model: {self._unknown}")
+        with ExitStack() as stack:
+            LoadedAdapter(directory, found, stack).check(self._layout.own)
+        if other := next((name for name in found.shapes if name not in taken), None):
+            raise WeightsError(
+                f"{directory}: vLLM keeps no adapter beside {other} in this model (the output layer and the vision "
+                "part never take one); leave it out of trainer.lora.target_modules, set worker.lora: merged, or use "
+                "worker.backend hf"
+            )
 
     def names_for(self, directory: Path) -> dict[str, str]:
         """Name in the directory -> the name by which vLLM must load it; one per tensor.

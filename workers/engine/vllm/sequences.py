@@ -23,6 +23,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, TypeVar
 
 from sluice.pipeline.errors import EngineError, RequestError, SluiceError, TornWeights
+from sluice.workers.engine.adapters import OWN, Policies, Policy
 from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
 from sluice.workers.engine.limits import check_token_ids
 from sluice.workers.engine.plugins.base import check_plugins
@@ -42,8 +43,8 @@ class Sequences:
     """Decodes, aborts and scores; `why_dead` says why the core died."""
 
     def __init__(self, engine: StartedEngine, version: int, why_dead: Callable[[], str]) -> None:
-        self.version = version
-        self.parent: int | None = None  # the version that `version` was published from; None: the number before
+        self.policies = Policies(version)
+        self.loaded = version  # of the weights in the core; adapters lie beside them
         self.torn: TornWeights | None = None  # why the weights are neither the old nor the new ones
         self._engine = engine
         self._llm = engine.llm
@@ -65,6 +66,7 @@ class Sequences:
         facts = self._engine.facts
         request_type = "vlm" if request.images else "text"
         check_plugins(request.plugins, backend=facts.name, hooks=facts.hooks, request_type=request_type)
+        self.policies.of(request.adapter, request.seq_key)
         async with self._entries.entered(request.seq_key, pausable=True) as entry:
             prompt = await self._prompt(request)
             sequence = self._begun(request, prompt["prompt_token_ids"])
@@ -77,13 +79,17 @@ class Sequences:
         """End the sequences of this key; an unknown key is no error."""
         await self._entries.abort(seq_key)
 
-    async def score(self, token_ids: Sequence[int]) -> float:
+    async def score(self, token_ids: Sequence[int], adapter: str = OWN) -> float:
         """Summed fp32 logprob of tokens 1.. . Raises EngineError."""
+        return await self.score_under(self.policies.of(adapter, "score"), token_ids)
+
+    async def score_under(self, policy: Policy, token_ids: Sequence[int]) -> float:
+        """The same under a policy that needn't be among `policies`."""
         self._check_scored(token_ids)
         async with self._entries.entered("") as entry:
             await self._admitted(entry)
-            async with self._entries.sent(entry) as request_id:
-                return await self._score(token_ids, request_id)
+            async with self._entries.sent(entry, policy) as request_id:
+                return await self._score(token_ids, request_id, policy.lora)
 
     async def score_in_pause(self, token_ids: Sequence[int]) -> float:
         """The same, for the holder of the pause."""
@@ -98,9 +104,9 @@ class Sequences:
         if len(token_ids) >= facts.context_length:
             raise RequestError(f"a score needs less than {facts.context_length} tokens, got {len(token_ids)}")
 
-    async def _score(self, token_ids: Sequence[int], request_id: str) -> float:
+    async def _score(self, token_ids: Sequence[int], request_id: str, lora: Any = None) -> float:
         prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
-        async with aclosing(self._outputs(prompt, vllm_scoring(), request_id)) as outputs:
+        async with aclosing(self._outputs(prompt, vllm_scoring(), request_id, lora)) as outputs:
             async for output in outputs:
                 if scores := _prompt_scores(output):
                     return sum(scores)
@@ -117,6 +123,14 @@ class Sequences:
     def paused(self) -> AbstractAsyncContextManager[None]:
         """A period in which nothing runs: running sequences are taken out of the core, new ones wait."""
         return self._entries.paused()
+
+    async def switch(self, name: str, policy: Policy) -> Policy | None:
+        """Decode this name's sequences under this policy: running ones are taken out and sent again. Returns the old
+        policy, once the core has nothing of it any more."""
+        before = self.policies.put(name, policy)
+        if before is not None:
+            await self._entries.leave(before)
+        return before
 
     async def or_dead(self, awaitable: Awaitable[_Result]) -> _Result:
         """Wait for it, but only while the core lives; vLLM itself would wait forever. Raises EngineError."""
@@ -160,11 +174,11 @@ class Sequences:
             await self._admitted(entry)
             if entry.aborted:
                 return
-            version, parent = self.version, self.parent
-            async with self._entries.sent(entry) as request_id:
-                await self._send(sequence, entry, prompt, request_id, version, parent)
+            policy = self.policies.of(sequence.request.adapter)
+            async with self._entries.sent(entry, policy) as request_id:
+                await self._send(sequence, entry, prompt, request_id, policy)
                 if entry.reserved is not None and sequence.finish_reason is None:
-                    await self._after_reserved(sequence, entry, request_id, version)
+                    await self._after_reserved(sequence, entry, request_id, policy.version)
 
     async def _after_reserved(self, sequence: RunningSequence, entry: Entry, request_id: str, version: int) -> None:
         """vLLM ended it at the reserved id: ask the guard why. If the model chose that id, the sequence continues."""
@@ -178,14 +192,15 @@ class Sequences:
             sequence.push(token, logprob, version)
 
     async def _send(
-        self, sequence: RunningSequence, entry: Entry, prompt: Any, request_id: str, version: int, parent: int | None
+        self, sequence: RunningSequence, entry: Entry, prompt: Any, request_id: str, policy: Policy
     ) -> None:
         """One request to vLLM; if the sequence ends here before it ends there, abort it there."""
-        final, unscored = None, sequence.unscored(version, parent)
+        version, loaded = policy.version, self.loaded
+        final, unscored = None, sequence.unscored(version, policy.parent)
         guard = self._guard.arguments(sequence, request_id) if self._guard is not None else None
         # The tokens so far follow the expanded prompt: an image token among them is no placeholder.
         prompt = {**prompt, "prompt_token_ids": sequence.context}
-        outputs = self._outputs(prompt, vllm_sampling(sequence, guard, scores=bool(unscored)), request_id)
+        outputs = self._outputs(prompt, vllm_sampling(sequence, guard, scores=bool(unscored)), request_id, policy.lora)
         async with aclosing(outputs):
             async for output in outputs:
                 if unscored and (scores := _prompt_scores(output)):
@@ -194,7 +209,7 @@ class Sequences:
                     unscored = []
                 completion = output.outputs[0]
                 final = completion.finish_reason
-                check_version(completion.weight_versions, version)
+                check_version(completion.weight_versions, loaded)
                 for token, logprob in zip(completion.token_ids, completion.logprobs.logprobs, strict=True):
                     if guard is not None and token == guard.forced:
                         entry.reserved = (token, logprob)
@@ -206,13 +221,15 @@ class Sequences:
                 f"{entry.seq_key}: vLLM ended the sequence by itself ({final}) after {len(sequence.tokens)} tokens"
             )
 
-    async def _outputs(self, prompt: Any, sampling: Any, request_id: str) -> AsyncGenerator[Any, None]:
+    async def _outputs(
+        self, prompt: Any, sampling: Any, request_id: str, lora: Any = None
+    ) -> AsyncGenerator[Any, None]:
         """vLLM's outputs, with its errors as ours."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         try:
-            async with aclosing(self._llm.generate(prompt, sampling, request_id)) as outputs:
+            async with aclosing(self._llm.generate(prompt, sampling, request_id, lora_request=lora)) as outputs:
                 async for output in outputs:
                     self._entries.beat()
                     yield output
@@ -241,15 +258,16 @@ def _prompt_scores(output: Any) -> list[float]:
 class Entry:
     """One call; `request_id` is None unless vLLM has it."""
 
-    __slots__ = ("aborted", "interrupted", "pausable", "request_id", "reserved", "seq_key")
+    __slots__ = ("aborted", "interrupted", "pausable", "policy", "request_id", "reserved", "seq_key")
 
     def __init__(self, seq_key: str, *, pausable: bool) -> None:
         self.seq_key = seq_key
         self.pausable = pausable  # it keeps its tokens when it is taken out
         self.request_id: str | None = None
+        self.policy: Policy | None = None  # under which it was sent last
         self.reserved: tuple[int, float] | None = None  # (token, logprob): the repeat guard's id was sampled
         self.aborted = False
-        self.interrupted = False  # taken out of the core for a pause
+        self.interrupted = False  # taken out of the core for a pause, or a new version of its adapter
 
 
 class Entries:
@@ -263,6 +281,7 @@ class Entries:
         self._entries: set[Entry] = set()
         self._changed = asyncio.Condition()
         self._paused = False
+        self._leaving = 0  # old policies that are waited for
         self._progress = time.monotonic()
 
     def progress(self) -> float:
@@ -292,14 +311,14 @@ class Entries:
                 await self._changed.wait_for(lambda: entry.aborted or not self._paused)
 
     @contextlib.asynccontextmanager
-    async def sent(self, entry: Entry) -> AsyncIterator[str]:
+    async def sent(self, entry: Entry, policy: Policy) -> AsyncIterator[str]:
         """The period in which the core has it, under the yielded id; a pause begins after it."""
-        entry.request_id, entry.interrupted = f"sluice-{next(_ids)}", False
+        entry.request_id, entry.interrupted, entry.policy = f"sluice-{next(_ids)}", False, policy
         try:
             yield entry.request_id
         finally:
             entry.request_id = None
-            if self._paused:
+            if self._paused or self._leaving:
                 async with self._changed:
                     self._changed.notify_all()
 
@@ -331,9 +350,28 @@ class Entries:
             async with self._changed:
                 self._changed.notify_all()
 
+    async def leave(self, policy: Policy) -> None:
+        """Take out what was sent under this policy; returns when the core has nothing of it. Others run on."""
+
+        def its() -> list[Entry]:
+            return [entry for entry in self._entries if entry.policy is policy and entry.request_id is not None]
+
+        self._leaving += 1
+        try:
+            running = [entry for entry in its() if entry.pausable]
+            for entry in running:
+                entry.interrupted = True
+            await self._take_out(running)
+            await self._or_dead(self._until(lambda: not its()))
+        finally:
+            self._leaving -= 1
+
     async def _nothing_sent(self) -> None:
+        await self._until(lambda: all(entry.request_id is None for entry in self._entries))
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: all(entry.request_id is None for entry in self._entries))
+            await self._changed.wait_for(holds)
 
     async def _take_out(self, entries: list[Entry]) -> None:
         sent = [entry.request_id for entry in entries if entry.request_id is not None]

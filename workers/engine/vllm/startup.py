@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -29,6 +29,7 @@ import torch
 from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
 from sluice.pipeline.errors import ConfigError, EngineError, ModelError
 from sluice.pipeline.logs import get_logger
+from sluice.workers.engine.adapters import AdapterRoom
 from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.engine.vllm.checkpoint import Checkpoint
 from sluice.workers.engine.vllm.environment import OWNER, engine_environment, prepare_cpu
@@ -180,8 +181,11 @@ def start_engine(
     max_images: int,
     log: EngineLog,
     stall_s: float = STANDSTILL_S,
+    room: AdapterRoom | None = None,
 ) -> StartedEngine:
     """Start vLLM from inside the event loop that will serve it; blocks for seconds to minutes.
+
+    `room`: for adapters beside the weights.
 
     Raises ModelError, ConfigError, or EngineError if the core died without saying why, stalled for `stall_s`, or can't
     load the guard.
@@ -197,13 +201,14 @@ def start_engine(
     with engine_environment(log.folder):
         from vllm.platforms import current_platform
 
-        from sluice.workers.engine.vllm.arguments import engine_arguments
+        from sluice.workers.engine.vllm.arguments import engine_arguments, lora_arguments
 
         if current_platform.is_cpu():
             prepare_cpu(torch.get_num_threads())
         if guard is not None:
             check_interfaces()
-        arguments = engine_arguments(model, options, max_batch, log.write_config(), vision, guard)
+        lora = None if room is None else lora_arguments(room, checkpoint.adaptable())
+        arguments = engine_arguments(model, options, max_batch, log.write_config(), vision, guard, lora)
         try:
             config = arguments.create_engine_config()
         except (ValueError, OSError, RuntimeError, ImportError, KeyError, TypeError, NotImplementedError) as error:
@@ -216,6 +221,8 @@ def start_engine(
         llm = _start_core(model.path, config, log, stall_s)
         vision = _taken(model, config, vision)
         facts = _facts(model, config, tokenizer, supports_vlm=vision is not None, guarded=guard is not None)
+        if lora is not None:
+            facts = replace(facts, flags=(*facts.flags, f"loras={lora['max_loras']}", f"rank={lora['max_lora_rank']}"))
         return StartedEngine(llm, tokenizer, facts, checkpoint, vision, guard)
 
 

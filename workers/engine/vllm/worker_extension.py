@@ -41,6 +41,12 @@ class WorkerExtension:
         runner.reset_mm_cache()
         return len(runner.encoder_cache or ())
 
+    def sluice_adapted_layers(self) -> list[str]:
+        """Names of the layers that can have adapters; of those that vLLM fuses, also the parts."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        parts = [name for names in manager.packed_modules.values() for name in names]
+        return sorted({*manager.modules, *parts})
+
     def sluice_guard_try(self, token_ids: list[int]) -> dict[str, Any] | None:
         """Rules of the loaded guard, and its trigger after these tokens; None where none is loaded.
 
