@@ -81,7 +81,7 @@ class Adapter:
         Files from elsewhere name none; then shapes are all that can be checked.
         """
         wanted = named_base(self.directory)
-        if wanted and (found := base_digest(base)) != wanted:
+        if wanted and (found := base_digest(base, wanted)) != wanted:
             raise WeightsError(
                 f"{self.directory}: an adapter of the weights {wanted[:12]}, and {base} has {found[:12]}; give the "
                 "model that it was trained on (model.path)"

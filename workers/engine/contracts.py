@@ -61,7 +61,6 @@ class SequenceRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
-    adapter: str = ""  # decoded under this adapter's newest version; empty: under the policy's
     images: tuple[Any, ...] = field(default=(), compare=False)  # PIL.Image.Image, RGB
     so_far: SampledTokens | None = None  # continues from there; proximal logprobs are scored again
     plugins: tuple[GenerationPlugin, ...] = ()
@@ -73,6 +72,7 @@ class SequenceRequest:
     report_every: int = 0  # tokens; 0 = never
     report: Callable[[Progress], None] | None = field(default=None, compare=False)
     asked_at: float = field(default=0.0, compare=False)  # Unix seconds
+    adapter: str = ""  # decoded under this adapter's newest version; empty: under the policy's
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))
