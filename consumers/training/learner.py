@@ -12,12 +12,14 @@ every rank writes the tensors that it holds (checkpoint.py).
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from sluice.consumers.training import checkpoint, lora
 from sluice.consumers.training.checkpoint import Copies, TrainerState, Unfinished
@@ -26,11 +28,13 @@ from sluice.consumers.training.model import own_tensors, probe_score, write_mode
 from sluice.consumers.training.ranks import Ranks
 from sluice.consumers.training.session import Fence
 from sluice.consumers.training.shards import ShardsBeside, gathered, save_shards
+from sluice.consumers.training.snapshot import Shadow, Snapshot, rounded
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import ModelConfig
-from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.messages import Shard, TrainingSample
 from sluice.pipeline.wire.tokens import from_wire, to_wire
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _Scores = dict[str, tuple[str, bytes]]  # by seq_id: dtype, values
 
 
@@ -56,6 +60,7 @@ class Probe(msgspec.Struct, tag=True):
     """The score of a version's probe."""
 
     token_ids: list[int]
+    dtype: str
 
 
 class Gather(msgspec.Struct, tag=True):
@@ -101,6 +106,8 @@ class Learner:
         self._step, self._source, self._config, self._ranks = step, source, config, ranks
         self._taken = images if isinstance(images, SampleImages) else None
         self._received = images if isinstance(images, ReceivedImages) else None
+        self._shadow: Shadow | None = None
+        self._stalled_s = 0.0
 
     @property
     def vocabulary(self) -> int:
@@ -126,10 +133,15 @@ class Learner:
         with self._everywhere(lambda: Score(list(samples), self._sent(samples))):
             return self._step.score(samples)
 
-    def probe(self, token_ids: Sequence[int]) -> float:
-        """As `probe_score`."""
-        with self._everywhere(lambda: Probe(list(token_ids))):
-            return probe_score(self._step.model, list(token_ids))
+    @property
+    def has_adapter(self) -> bool:
+        """Whether a version is an adapter."""
+        return lora.has_adapter(self._step.model)
+
+    def probe(self, token_ids: Sequence[int], dtype: str = "float32") -> float:
+        """As `probe_score`, under the weights as a version of this dtype has them."""
+        with self._everywhere(lambda: Probe(list(token_ids), dtype)):
+            return _probe(self._step.model, token_ids, dtype)
 
     def write(self, directory: Path) -> None:
         """Fill a model directory."""
@@ -139,6 +151,36 @@ class Learner:
         with self._everywhere(Gather):
             tensors = gathered(own_tensors(self._step.model), keep=True)
         write_model(self._step.model, self._source, directory, tensors)
+
+    def snapshot(self, dtype: str, token_ids: Sequence[int]) -> Callable[[Path], tuple[dict[str, Shard], float]]:
+        """These weights as files of this dtype, whatever the next step makes of them.
+
+        Returns what fills a model directory, in any thread: (size and digest of its weights' files, score of the
+        probe `token_ids`).
+        """
+        model = self._step.model
+        if self._ranks is None:
+            self._shadow = shadow = self._shadow or Shadow(model)
+            found = Snapshot(model, _DTYPES[dtype], lambda tensors: shadow.score(tensors, token_ids))
+        else:
+            score = self.probe(token_ids, dtype)
+            with self._everywhere(Gather):
+                tensors = gathered(own_tensors(model), keep=True)
+            found = Snapshot(model, _DTYPES[dtype], lambda _: score, tensors=tensors)
+
+        def before_update() -> None:
+            started = time.monotonic()
+            found.copy()
+            self._step.before_update = None
+            self._stalled_s += time.monotonic() - started
+
+        self._step.before_update = before_update
+        return lambda directory: found.write(self._source, directory)
+
+    def stalled_s(self) -> float:
+        """For how long updates have waited for a snapshot, since the last call."""
+        stalled_s, self._stalled_s = self._stalled_s, 0.0
+        return stalled_s
 
     def save(self, root: Path, state: TrainerState, fence: Fence, written: Path | None) -> None:
         """A checkpoint, durable with what every rank holds; `written` as in `Unfinished`."""
@@ -206,8 +248,8 @@ class Learner:
             case Score(samples, images):
                 self._receive(images)
                 self._step.score(samples)
-            case Probe(token_ids):
-                probe_score(self._step.model, token_ids)
+            case Probe(token_ids, dtype):
+                _probe(self._step.model, token_ids, dtype)
             case Gather():
                 gathered(own_tensors(self._step.model), keep=False)
             case Copy(with_model):
@@ -233,6 +275,11 @@ class Learner:
         made: Command = command()
         with self._ranks.leading(_name(made), _encoder.encode(made)):
             yield
+
+
+def _probe(model: Any, token_ids: Sequence[int], dtype: str) -> float:
+    with rounded(model, _DTYPES[dtype]):
+        return probe_score(model, list(token_ids))
 
 
 def _name(command: Command) -> str:

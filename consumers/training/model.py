@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from xxhash import xxh3_128
 
 from sluice.consumers.training import lora
-from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.config.types import Config, ModelConfig
 from sluice.pipeline.errors import ModelError
 from sluice.pipeline.weights.versions import MANIFEST, tensor_table
+from sluice.pipeline.wire.messages import Shard
 
 HANDOFF_FILE = "handoff.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_SHARD_BYTES = 4 << 30  # of a file; more than one are written, hashed and fetched at the same time
+_WRITERS, _BLOCK = 4, 4 << 20
 _NOT_COPIED = (MANIFEST, HANDOFF_FILE)  # files of a version, not of its model
 
 
@@ -126,6 +143,15 @@ def device_of(config: ModelConfig) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def published_dtype(config: Config) -> str:
+    """Of the files of a version, unless it is an adapter: `weights.dtype`."""
+    if config.weights.dtype != "auto":
+        return config.weights.dtype
+    if config.trainer.lora.enabled or config.model.dtype in ("float32", "float16"):  # bfloat16 has other values
+        return "float32"
+    return "bfloat16" if config.model.dtype == "bfloat16" or device_of(config.model).type == "cuda" else "float32"
+
+
 def probe_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
     """A fixed prompt for this run: seeded token ids."""
     generator = torch.Generator().manual_seed(seed)
@@ -133,9 +159,9 @@ def probe_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
 
 
 @torch.no_grad()  # not inference mode: FSDP would keep the tensors it gathers in it for training
-def probe_score(model: Any, token_ids: list[int]) -> float:
-    """Sum of the fp32 logprobs (nats) of tokens 1.. given their prefix."""
-    ids = torch.tensor([token_ids], device=model.device)
+def probe_score(model: Any, token_ids: list[int], device: torch.device | None = None) -> float:
+    """Sum of the fp32 logprobs (nats) of tokens 1.. given their prefix; `device`: by default where the model says."""
+    ids = torch.tensor([token_ids], device=device or model.device)
     was_training = model.training
     model.eval()
     logits: Tensor = model(input_ids=ids).logits.float()
@@ -149,25 +175,70 @@ def write_model(model: Any, source: Path, target: Path, tensors: dict[str, Tenso
 
     `tensors`: those of `own_tensors`, whole, if this process has parts of the model only, or the model may change. Of a
     model with an adapter, the adapter alone: the rest is `source`.
-
-    transformers holds some layers in other shapes than their checkpoints (experts in one tensor); its own saving
-    converts them back, so every engine can read them.
     """
     if lora.has_adapter(model):
         lora.write(model, source, target, tensors)
         return
-    with tempfile.TemporaryDirectory(dir=target) as saved:
-        # The full state dict: the model may be sharded.
-        model.save_pretrained(saved, state_dict=model.state_dict() if tensors is None else tensors)
-        for file in Path(saved).iterdir():
-            if file.name.endswith(_WEIGHTS):
-                file.rename(target / file.name)
+    # The full state dict: the model may be sharded.
+    write_weights(model, model.state_dict() if tensors is None else tensors, target)
     copy_settings(source, target)
 
 
 def own_tensors(model: Any) -> dict[str, Any]:
     """What `write_model` writes of a model: its state dict, or its adapter's parameters; tied ones are one object."""
     return dict(lora.parameters(model)) if lora.has_adapter(model) else model.state_dict(keep_vars=True)
+
+
+def write_weights(model: Any, tensors: Mapping[str, Tensor], target: Path) -> dict[str, Shard]:
+    """Write a state dict of `model` as safetensors files in the hub's layout; their sizes and digests.
+
+    transformers holds some layers in other shapes than their checkpoints (experts in one tensor); they are converted
+    back as its own saving does, so every engine can read them. The files aren't written by safetensors: it holds the
+    interpreter's lock meanwhile, and the trainer may be at work beside it.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    kept = {name: tensor.detach() for name, tensor in tensors.items() if name not in ignored}
+    kept = revert_weight_conversion(model, remove_tied_weights_from_state_dict(kept, model))
+    split = split_torch_state_dict_into_shards(
+        kept, filename_pattern="model{suffix}.safetensors", max_shard_size=_SHARD_BYTES
+    )
+    parts = {file: {name: kept[name] for name in names} for file, names in split.filename_to_tensors.items()}
+    with ThreadPoolExecutor(min(len(parts), _WRITERS), thread_name_prefix="weights") as pool:
+        made = pool.map(lambda file: _write_file(target / file, parts[file]), parts)
+        shards = dict(zip(parts, made, strict=True))
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return shards
+
+
+def _write_file(file: Path, tensors: Mapping[str, Tensor]) -> Shard:
+    """One safetensors file, hashed as it is written: equal tensors make equal bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ordered, end = sorted(tensors.items(), key=lambda each: (-each[1].element_size(), each[0])), 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    digest = xxh3_128()
+    with file.open("wb", buffering=0) as stream:
+        for piece in (len(raw).to_bytes(8, "little") + raw, *(_bytes_of(tensor) for _, tensor in ordered)):
+            left = memoryview(piece)
+            while left:  # a write may be short
+                block = left[:_BLOCK]
+                written = stream.write(block)
+                digest.update(block[:written])
+                left = left[written:]
+    return Shard(8 + len(raw) + end, digest.hexdigest())
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def copy_settings(source: Path, target: Path) -> None:

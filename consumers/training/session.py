@@ -5,11 +5,15 @@
                                      ├───▶ publish: version's files ──▶ register, without a commit
                                      └───▶ begin_commit … end_commit: save ──▶ ack, while later steps are made
 
+A version's files may be written in the background (`begin_publish`). It has its number at once, and a kill before it is
+registered is one that undoes it; nothing names it durably before it is there.
+
 | waits for            | unblocked by                                              |
 |----------------------|-----------------------------------------------------------|
 | batches, in `take`   | consumers; the end of the run; `trainer.batch_wait_s`     |
 |                      | since the last batch or group that was filtered           |
 | images, in `take`    | the disk, image servers; `trainer.batch_wait_s`           |
+| a version's files    | the disk; `weights.publish_timeout_s`                     |
 | the broker           | the broker; `broker.retry_for_s`                          |
 
 Each sample is trained or dropped exactly once, wherever the process is killed:
@@ -37,6 +41,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -67,7 +72,7 @@ from sluice.pipeline.telemetry import training_metrics
 from sluice.pipeline.weights import versions
 from sluice.pipeline.weights.carriers import carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry
-from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, TrainingSample, WeightVersion, decode
+from sluice.pipeline.wire.messages import DeadLetter, Shard, TrainingBatch, TrainingSample, WeightVersion, decode
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.pipeline.wire.waits import Wait, WaitKind
 
@@ -85,8 +90,12 @@ class Weights:
     probe: Sequence[int] = ()
     score: float | None = None
     may_return: bool = True  # a kill may have undone them before; False: their files are what makes them durable
+    shards: Mapping[str, Shard] = field(default_factory=dict[str, Shard])  # of `directory`, if whoever wrote it knows
+    dtype: str = ""  # as in a manifest
 
 
+# Writes the files of a version, in a thread; their directory is deleted once they are published.
+Make = Callable[[], Weights]
 Fence = Callable[[], None]  # raises LeaseLost if the trainer was replaced; for a thread
 # Makes a state durable, with the fence right before its rename.
 Save = Callable[[TrainerState, Fence], object]
@@ -157,6 +166,9 @@ class Session:
         self._given_at = time.monotonic()
         self._published: tuple[int, float | None] | None = None  # newest version of this process, its probe's score
         self._publish_s: float | None = None  # checkpoint and publication of that version
+        self._publishing: asyncio.Task[None] | None = (
+            None  # of the state's version, which the registry may not know yet
+        )
         self._stepped_bytes: dict[str, int] = {}  # of unacked batches, by entry id
         self._durable_version = 0
         self._saving_version: int | None = None  # between `begin_commit` and `end_commit`
@@ -365,16 +377,21 @@ class Session:
             await self._ack_taken(taken)
 
     @_alone
-    async def commit(self, save: Save, weights: Weights | None = None) -> None:
+    async def commit(self, save: Save, weights: Weights | None = None, *, make: Make | None = None) -> None:
         """Make the steps since the last commit durable with `save`, and ack their batches.
 
         `weights`: those of the state; they become the next version, whose number is in the state that `save` gets.
+        `make`: the same, as `begin_publish` takes it; the checkpoint comes first.
         """
         started = time.monotonic()
+        await self.published()
         await self._owner.confirm()
         state = replace(self.state)
         if weights:
             state.publish(await self._number_for(weights))
+        elif make:
+            number, make = await self._numbered(make)
+            state.publish(number)
         await self._writing(save, state, self._fence())
         manifest = await self._write_version(weights, state) if weights else None
         self.state, self._durable_version = state, state.version
@@ -383,6 +400,8 @@ class Session:
         if manifest is not None:
             await self._register(manifest, weights)
             self._publish_s = time.monotonic() - started
+        elif make is not None:
+            self._begin(make, started)
         self._committed = True
         self._show()
 
@@ -411,6 +430,7 @@ class Session:
     async def publish(self, weights: Weights) -> None:
         """Make the weights of the steps so far the next version, though a kill undoes those since the last commit."""
         started = time.monotonic()
+        await self.published()
         await self._owner.confirm()
         state = replace(self.state)
         state.publish(await self._number_for(weights))
@@ -419,6 +439,62 @@ class Session:
         await self._register(manifest, weights)
         self._publish_s = time.monotonic() - started
         self._show()
+
+    @_alone
+    async def begin_publish(self, make: Make) -> None:
+        """The same, but returns once the version has its number; a task of the role writes and registers it.
+
+        Whatever prevents that ends the role. Before the next version or checkpoint, and at the end, `published` waits.
+        """
+        started = time.monotonic()
+        await self.published()
+        await self._owner.confirm()
+        state = replace(self.state)
+        number, make = await self._numbered(make)
+        state.publish(number)
+        self.state = state
+        self._begin(make, started)
+        self._show()
+
+    async def published(self) -> None:
+        """Wait until the version that is written in the background is registered.
+
+        Raises what prevented it; DeadlineExceeded after `weights.publish_timeout_s`.
+        """
+        if self._publishing is None:
+            return
+        limit_s, number = self._config.weights.publish_timeout_s, self.state.version
+        if not self._publishing.done():
+            self._role.status.waiting(WaitKind.PUBLICATION, f"v{number}")
+            done, _ = await asyncio.wait([self._publishing], timeout=limit_s)
+            if not done:
+                raise DeadlineExceeded(
+                    f"version {number} was not written within {limit_s:.0f} s; is the disk of {self.root} slow or not "
+                    "mounted? Raise weights.publish_timeout_s if writing takes longer"
+                )
+            self._role.status.waiting(None)
+        await self._publishing
+        self._publishing = None
+
+    def _begin(self, make: Make, started: float) -> None:
+        self._publishing = self._role.spawn(self._publish_made(make, self.state, started))
+
+    async def _publish_made(self, make: Make, state: TrainerState, started: float) -> None:
+        weights = await self._writing(make)
+        try:
+            manifest = await self._write_version(weights, state)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, weights.directory, ignore_errors=True)
+        await self._register(manifest, weights)
+        self._publish_s = time.monotonic() - started
+
+    async def _numbered(self, make: Make) -> tuple[int, Make]:
+        """The version's number, and what makes it: only where a kill undid the same step do its weights decide."""
+        step, parent = self.state.step, self.state.version
+        if not await asyncio.to_thread(versions.twins, self.root, step=step, parent=parent):
+            return await self._next_number(), make
+        weights = await self._writing(make)
+        return await self._number_for(weights), lambda: weights
 
     @contextlib.asynccontextmanager
     async def guarding_files(self) -> AsyncIterator[None]:
@@ -435,7 +511,8 @@ class Session:
         await self._owner.confirm()
 
     async def close(self) -> None:
-        """Write the last lines."""
+        """Write the last version and the last lines."""
+        await self.published()
         await self._records.close()
 
     @property
@@ -552,9 +629,14 @@ class Session:
 
     async def _number_for(self, weights: Weights) -> int:
         """That of the version with which a kill undid the same step, if these are its weights again; else a new one."""
-        number, step = await self._number_of(weights), self.state.step
-        if number is None:
-            number = await self._registry.next_number(self.state.version, self.root)
+        number = await self._number_of(weights)
+        return await self._next_number() if number is None else self._in_step(number)
+
+    async def _next_number(self) -> int:
+        return self._in_step(await self._registry.next_number(self.state.version, self.root))
+
+    def _in_step(self, number: int) -> int:
+        step = self.state.step
         if self._config.deterministic and number != step:
             raise WeightsError(
                 f"step {step} would be version {number}: a kill undid a version {step} with other weights, so this run "
@@ -583,6 +665,8 @@ class Session:
             branch=state.branch,
             step=state.step,
             published_at=time.time(),
+            shards=dict(weights.shards),
+            dtype=weights.dtype,
         )
         return await self._writing(self._carrier.publish, weights.directory, manifest, self._fence())
 

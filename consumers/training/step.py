@@ -67,6 +67,7 @@ class TrainStep:
         )
         self._coord_ids = torch.tensor(list(coord_ids), dtype=torch.long, device=model.device)
         self.optimizer = make_optimizer(model, config)
+        self.before_update: Callable[[], None] | None = None  # called where the weights would change
 
     @property
     def features(self) -> ImageFeatures | None:
@@ -198,6 +199,8 @@ class TrainStep:
             return math.nan
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)))
         if math.isfinite(norm):
+            if self.before_update is not None:
+                self.before_update()
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm

@@ -44,25 +44,26 @@ from sluice.consumers.training.distributed import Sharding, sharding
 from sluice.consumers.training.forward import VisionSource
 from sluice.consumers.training.images import ReceivedImages, SampleImages, pixels_of
 from sluice.consumers.training.learner import Learner
-from sluice.consumers.training.model import load_policy, probe_tokens, staging
+from sluice.consumers.training.model import load_policy, probe_tokens, published_dtype, staging
 from sluice.consumers.training.policy.dpo import NO_RECORD, pair_members, without_proximal
 from sluice.consumers.training.policy.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
 from sluice.consumers.training.policy.reference import is_the_trainers, reference_jobs, reference_scores
 from sluice.consumers.training.ranks import START, Ranks
-from sluice.consumers.training.session import Fence, Session, Weights
+from sluice.consumers.training.session import Fence, Make, Session, Weights
 from sluice.consumers.training.step import TrainStep
 from sluice.consumers.training.trackers import Trackers
 from sluice.pipeline import logs
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.rules import policy_warnings
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import ConfigError, DeadlineExceeded
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded, WeightsError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.scores import Scores
 from sluice.pipeline.run import preflight, provenance
 from sluice.pipeline.run.gpu import use_free_gpu
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.weights.versions import read_manifest
 from sluice.pipeline.wire.messages import DeadLetter, ScoreJob, ScoreResult, TrainingSample
 from sluice.pipeline.wire.waits import WaitKind
 
@@ -90,6 +91,7 @@ class Trainer:
         self._checkpoints = self._session.run_dir / "checkpoints"
         self._probe = probe_tokens(self._learner.vocabulary, role.config.weights.probe_tokens, role.config.seed)
         self._saving: asyncio.Task[None] | None = None  # a checkpoint beside the steps
+        self._dtype, self._stalled_s = published_dtype(role.config), 0.0
         self._filler: Filler | None = None
         if role.config.policy.enabled:
             self._filler = Filler(role, self._learner, Scores(role.client, role.keys, owner.nonce))
@@ -122,10 +124,11 @@ class Trainer:
             return
         self._role.status.waiting(WaitKind.CHECKPOINT, found.name)
         state = await asyncio.to_thread(self._learner.load, found)
-        if checkpoint.has_model(found):
+        dtype = await asyncio.to_thread(self._dtype_of, state)
+        if checkpoint.has_model(found) and dtype == "float32":
             await self._session.open(state, await asyncio.to_thread(self._weights, found))
         else:
-            async with self._staged() as weights:
+            async with self._staged(dtype) as weights:
                 await self._session.open(state, weights)
         get_logger().info("resumed", step=state.step, version=state.version)
 
@@ -143,6 +146,13 @@ class Trainer:
         """The in-memory model's weights, as written to the directory."""
         return Weights(directory, self._probe, self._learner.probe(self._probe))
 
+    def _dtype_of(self, state: TrainerState) -> str:
+        """Of the files of the state's version: as they were published, whatever the configuration says by now."""
+        with contextlib.suppress(WeightsError):  # it isn't there yet
+            manifest = read_manifest(self._session.root / f"v{state.version:06d}")
+            return (manifest.dtype or "float32") if state.is_published else self._dtype
+        return self._dtype
+
     async def _train(self, taken: list[TrainingSample]) -> None:
         session, taken_at = self._session, time.monotonic()
         ready = await self._fill(taken)
@@ -157,6 +167,8 @@ class Trainer:
             record = await asyncio.to_thread(self._learner.run, samples, number, version=version, **scores)
             record["train/step_s"] = time.monotonic() - started
             record["train/score_s"] = started - taken_at
+            record["train/stall_s"] = self._stalled_s + self._learner.stalled_s()
+            self._stalled_s = 0.0
             record |= self._filler.record() if self._filler else {}
         # A deterministic run counts every step: jobs wait for the version that follows it.
         if not await session.step(record, samples, empty=self._config.deterministic):
@@ -191,29 +203,43 @@ class Trainer:
         one without a checkpoint is.
         """
         session = self._session
+        publish_due = publish_due and not session.state.is_published
+        if not (publish_due or checkpoint_due):
+            return
+        started = time.monotonic()
+        await session.published()  # what it has staged is gone then, and a checkpoint may name it
+        one_set_of_files = self._learner.has_adapter or (checkpoint_due and self._dtype == "float32")
         async with contextlib.AsyncExitStack() as files:
-            weights = None
-            if publish_due and not session.state.is_published:
-                weights = await files.enter_async_context(self._staged())
+            weights: Weights | None = None
+            make: Make | None = None
+            if publish_due and one_set_of_files:
+                weights = await files.enter_async_context(self._staged(self._dtype))
+            elif publish_due:
+                make = await asyncio.to_thread(self._making, self._dtype)
             if not checkpoint_due:
-                if weights is not None:
-                    await session.publish(weights)
+                await self._publish(weights, make)
+                self._stalled_s = time.monotonic() - started
                 return
             written = None if weights is None else weights.directory
             await self._saved()
             if not beside:
-                await session.commit(partial(self._write_checkpoint, written=written), weights)
+                await session.commit(partial(self._write_checkpoint, written=written), weights, make=make)
                 await self._prune()
                 return
             limit_s = self._config.trainer.checkpoint_timeout_s
             async with session.guarding_files():
                 step = session.state.step
                 begun = await asyncio.to_thread(self._learner.begin, self._checkpoints, step, written, limit_s)
-            if weights is not None:
-                await session.publish(weights)
+            await self._publish(weights, make)
             state = session.begin_commit()
             self._saving = self._role.spawn(self._end_commit(state, begun, limit_s))
             self._saving.set_name(f"step-{state.step:06d}")
+
+    async def _publish(self, weights: Weights | None, make: Make | None) -> None:
+        if weights is not None:
+            await self._session.publish(weights)
+        elif make is not None:
+            await self._session.begin_publish(make)
 
     async def _end_commit(self, state: TrainerState, begun: Unfinished, limit_s: float) -> None:
         try:
@@ -241,15 +267,28 @@ class Trainer:
         await asyncio.to_thread(checkpoint.prune, self._checkpoints, self._config.trainer.keep_checkpoints)
 
     @contextlib.asynccontextmanager
-    async def _staged(self) -> AsyncGenerator[Weights]:
+    async def _staged(self, dtype: str) -> AsyncGenerator[Weights]:
         """The in-memory model's, in files that are there inside the block."""
-        weights = await asyncio.to_thread(self._stage)
+        weights = await asyncio.to_thread(lambda: self._making(dtype)())
         try:
             yield weights
         finally:
             await asyncio.to_thread(shutil.rmtree, weights.directory, ignore_errors=True)
 
-    def _stage(self) -> Weights:
+    def _making(self, dtype: str) -> Make:
+        """What writes the in-memory model's weights of now to a new directory, whatever becomes of them."""
+        if self._learner.has_adapter:
+            return self._write_adapter
+        fill = self._learner.snapshot(dtype, self._probe)
+
+        def make() -> Weights:
+            with staging(self._session.root) as directory:
+                shards, score = fill(directory)
+            return Weights(directory, self._probe, score, shards=shards, dtype="" if dtype == "float32" else dtype)
+
+        return make
+
+    def _write_adapter(self) -> Weights:
         with staging(self._session.root) as directory:
             self._learner.write(directory)
             return self._weights(directory)

@@ -173,6 +173,7 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
         "weights.store_timeout_s": config.weights.store_timeout_s,
         "weights.anchor_every": config.weights.anchor_every,
         "weights.cache_gb": config.weights.cache_gb,
+        "weights.publish_timeout_s": config.weights.publish_timeout_s,
     }
     found = [(value > 0, f"{key} must be > 0, got {value}") for key, value in positive.items()]
     limit = config.data.limit
@@ -420,6 +421,16 @@ def _flow(config: Config) -> Iterator[tuple[bool, str]]:
         not config.trainer.external or config.trainer.max_versions is None,
         "trainer.max_versions applies to the built-in trainer, which trainer.external turns off; end your own loop "
         "instead",
+    )
+    yield (
+        config.weights.dtype == "auto" or not config.trainer.external,
+        f"weights.dtype {config.weights.dtype} applies to the built-in trainer, which trainer.external turns off: "
+        "versions have the dtype of the model that your own loop publishes; leave it out",
+    )
+    yield (
+        config.weights.dtype != "bfloat16" or not config.trainer.lora.enabled,
+        "weights.dtype bfloat16 with trainer.lora: an adapter is published in float32, and merged before the engine "
+        "rounds; leave it out",
     )
     groups = producer.samples_per_version // producer.group_size
     yield (

@@ -432,6 +432,8 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     store_timeout_s: float = 60.0  # a transfer without progress is tried again for this long
     anchor_every: int = 10  # of delta: every so many versions one is whole; a late worker loads it and what followed
     cache_gb: float = 100.0  # of store and delta: most that a host keeps of versions; at least two have to fit
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of their files; auto: bfloat16 if engines compute in it
+    publish_timeout_s: float = 600.0  # the trainer ends if a version isn't written by then
     cache_dir: str = ""  # on each host, for what it has fetched and verified; empty: sluice in ~/.cache
     retention: int = 4  # newest versions to keep on disk, beside policy.kl_reference; >= max_staleness + 2
     load_timeout_s: float = 600.0  # a worker that hasn't loaded a version by then ends, and its jobs go back

@@ -17,6 +17,7 @@ _WAITS: dict[WaitKind, str] = {
     WaitKind.FORWARD_PROOF: "the proof of the forward pass",
     WaitKind.WEIGHTS: "weights {subject} to load",
     WaitKind.VERSIONS: "the versions of this run",
+    WaitKind.PUBLICATION: "the files of a version",
     WaitKind.JOBS: "jobs (none is ready)",
     WaitKind.PROMPTS: "the prompts of {count} jobs",
     WaitKind.RESULTS: "results from the workers",

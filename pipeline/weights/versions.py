@@ -278,16 +278,20 @@ def numbered_directories(root: Path) -> list[tuple[int, Path]]:
 
 def same_again(root: Path, source: Path, *, step: int, parent: int) -> int | None:
     """The version in `root` that a kill undid and that has the weights of `source`; None if there is none."""
-    twins: list[tuple[int, str]] = []
+    found = twins(root, step=step, parent=parent)
+    ours = {digest_of(source, its) for its in found.values()}
+    return next((number for number, its in found.items() if its in ours), None)
+
+
+def twins(root: Path, *, step: int, parent: int) -> dict[int, str]:
+    """The versions in `root` that were published from this step and parent before a kill undid them: their digests."""
+    found: dict[int, str] = {}
     for number, directory in numbered_directories(root):
         with contextlib.suppress(WeightsError):  # a damaged one is nobody's twin
             manifest = read_manifest(directory)
             if number > parent and (manifest.step, manifest.parent) == (step, parent):
-                twins.append((number, manifest.digest))
-    if not twins:
-        return None
-    ours = {digest_of(source, its) for _, its in twins}
-    return next((number for number, its in twins if its in ours), None)
+                found[number] = manifest.digest
+    return found
 
 
 def retired(root: Path, kept: Collection[int], newest: int) -> list[int]:

@@ -339,6 +339,7 @@ class WeightVersion(Wire, frozen=True, kw_only=True, tag="weight_version"):
     path: str  # directory, as seen by the workers
     digest: str  # xxh3-128 over `shards`; of a version without them sha256 over the files, as older releases wrote
     shards: dict[str, Shard] = {}  # by file name: the safetensors files, and an adapter's configuration
+    dtype: str = ""  # that the trainer rounded float32 weights to: "bfloat16"; empty: it left them as they are
     base: str = ""  # digest of the model that these files are an adapter of; empty: they are a whole model
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}  # name -> (dtype, shape)
     probe_token_ids: TokenArray = msgspec.field(default_factory=TokenArray)

@@ -28,6 +28,7 @@ class WaitKind(StrEnum):
     FORWARD_PROOF = "forward_proof"
     WEIGHTS = "weights"  # a version is loaded
     VERSIONS = "versions"  # those of the run are read
+    PUBLICATION = "publication"  # a version is written in the background
     JOBS = "jobs"
     PROMPTS = "prompts"  # images and templates of jobs that were claimed
     RESULTS = "results"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,7 @@ async def test_a_redone_step_with_other_weights_ends_the_run(
         await train(config, source, learning_rate=1e-2)
     error = first_cause(caught.value)
     assert isinstance(error, WeightsError)
-    assert "step 1 would be version 3" in str(error)
+    assert re.search("step 1 would be version [23]: ", str(error)), "the kill may have come before version 2 was there"
 
 
 async def test_a_job_is_decoded_by_the_version_it_names_though_there_are_newer_ones(

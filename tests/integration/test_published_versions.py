@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import random
+import threading
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,9 +14,13 @@ import pytest
 from msgspec.structs import replace
 
 from sluice.consumers.training import checkpoint
-from sluice.consumers.training.session import Session
+from sluice.consumers.training.model import load_policy, probe_score
+from sluice.consumers.training.session import Make, Session
+from sluice.consumers.training.step_log import StepRecords
 from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.errors import first_cause
 from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.weights import versions
 from sluice.pipeline.weights.carriers import carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.shared_memory import MEMORY
@@ -113,10 +120,22 @@ async def _digest_without_kills(
     return (await live(client, keys, config))[0].digest
 
 
+def _registered_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A kill at a step finds the versions before it registered."""
+    begin = Session.begin_publish
+
+    async def publish(self: Session, make: Make) -> None:
+        await begin(self, make)
+        await self.published()
+
+    patch.setattr(Session, "begin_publish", publish)
+
+
 async def _to_a_lost_version(client: Any, keys: Keys, config: Config, source: Path, patch: pytest.MonkeyPatch) -> None:
     """Killed at step 3, version 3, when its last checkpoint was that of version 2."""
     await hand_on(client, keys, 0, 4)
     with patch.context() as only_here:
+        _registered_at_once(only_here)
         await cut_off_at("sluice.consumers.training.step_log.StepRecords.write", 4, only_here, train(config, source))
     assert await WeightsRegistry(client, keys).latest() == 3
     newest = checkpoint.newest(Path(config.run_dir) / config.run / "checkpoints")
@@ -212,7 +231,9 @@ async def test_retention_holds_between_two_checkpoints(
     config = config_of(broker_config, keys, run_dir, checkpoint_every=20)
     config = replace(config, weights=replace(config.weights, retention=4))
     await hand_on(client, keys, 0, 8)
-    await cut_off_at("sluice.consumers.training.step_log.StepRecords.write", 8, monkeypatch, train(config, source))
+    with monkeypatch.context() as patch:
+        _registered_at_once(patch)
+        await cut_off_at("sluice.consumers.training.step_log.StepRecords.write", 8, patch, train(config, source))
     assert sorted(manifests(config)) == [0, 4, 5, 6, 7], "the newest four, and the one that a kill goes back to"
     known = [number for number in range(9) if await WeightsRegistry(client, keys).get(number) is not None]
     assert known == [0, 4, 5, 6, 7]
@@ -296,3 +317,127 @@ async def test_a_loop_of_ones_own_starts_at_the_weights_that_are_durable(
     state.step = 3
     checkpoint.write_state(home, state)
     assert (checkpoint.read_state(home).step, checkpoint.model_of(home)) == (3, home / "checkpoints" / "step-000002")
+
+
+def _in_dtype(config: Config, dtype: str) -> Config:
+    return replace(config, weights=replace(config.weights, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_step_does_not_wait_for_the_version_before_it(
+    dtype: str, broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The write of version 1 goes on until the step after it is done."""
+    config = _in_dtype(_keeping_all(config_of(broker_config, keys, run_dir, checkpoint_every=9)), dtype)
+    await hand_on(client, keys, 0, 3)
+    stepped, written, shown = threading.Event(), versions.write_version, StepRecords.show
+
+    def slow(source: Path, root: Path, manifest: WeightVersion, *rest: Any) -> WeightVersion:
+        if manifest.version == 1:
+            assert stepped.wait(60), "the next step waits for version 1"
+        return written(source, root, manifest, *rest)
+
+    async def showing(self: StepRecords, step: int, values: Any) -> None:
+        await shown(self, step, values)
+        if step == 2:
+            stepped.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(versions, "write_version", slow)
+        patch.setattr(StepRecords, "show", showing)
+        await train(config, source)
+    await assert_each_once(client, keys, config, 3)
+    line = await live(client, keys, config)
+    assert [(one.version, one.step) for one in line] == [(3, 3), (2, 2), (1, 1), (0, 0)]
+    kinds = [{kind for kind, _ in one.tensors.values()} for one in line]
+    assert kinds == [{"F32" if dtype == "float32" else "BF16"}] * 3 + [{"F32"}], "the first is the model as it came"
+    for one in line[:-1]:
+        registered = await WeightsRegistry(client, keys).get(one.version)
+        assert registered is not None
+        found = probe_score(load_policy(Path(one.path), config.model), list(registered.probe_token_ids))
+        assert one.probe_score == pytest.approx(found, abs=1e-4)
+        assert verify(one)
+
+
+async def test_a_version_that_cannot_be_written_ends_the_trainer_with_its_cause(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _keeping_all(config_of(broker_config, keys, run_dir, checkpoint_every=9, batch_wait_s=60))
+    await hand_on(client, keys, 0, 1, last=False)  # it has nothing to do but to wait for the next batch
+    written = versions.write_version
+
+    def full(source: Path, root: Path, manifest: WeightVersion, *rest: Any) -> WeightVersion:
+        if manifest.version:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(source, root, manifest, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(versions, "write_version", full)
+        with pytest.raises(ExceptionGroup) as caught:
+            await train(config, source)
+    assert "No space left on device" in str(first_cause(caught.value))
+    assert await WeightsRegistry(client, keys).latest() == 0
+    assert not list((Path(config.run_dir) / config.run / "weights").glob(".v*.tmp"))
+    await hand_on(client, keys, 1, 1)
+    await train(config, source)
+    await assert_each_once(client, keys, config, 2)
+    assert [one.step for one in await live(client, keys, config)] == [2, 1, 0]
+
+
+async def test_a_version_that_takes_too_long_is_named(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _keeping_all(config_of(broker_config, keys, run_dir, checkpoint_every=9))
+    config = replace(config, weights=replace(config.weights, publish_timeout_s=0.2))
+    await hand_on(client, keys, 0, 2)
+    go, written = threading.Event(), versions.write_version
+
+    def stuck(source: Path, root: Path, manifest: WeightVersion, *rest: Any) -> WeightVersion:
+        if manifest.version:
+            go.wait(60)
+        return written(source, root, manifest, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(versions, "write_version", stuck)
+        with pytest.raises(ExceptionGroup) as caught:
+            await train(config, source)
+    go.set()
+    assert "version 1 was not written within 0 s" in str(first_cause(caught.value))
+    assert await WeightsRegistry(client, keys).latest() == 0, "its successor may have registered another one by then"
+
+
+@pytest.mark.parametrize("checkpoint_every", [1, 2])
+@pytest.mark.parametrize("place", KILLS)
+async def test_a_run_in_bfloat16_continues_from_its_float32_masters(
+    place: str, checkpoint_every: int, broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path,
+    source: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    config = _in_dtype(
+        _keeping_all(config_of(broker_config, keys, run_dir, checkpoint_every=checkpoint_every)), "bfloat16"
+    )
+    await hand_on(client, keys, 0, 4)
+    with contextlib.suppress(pytest.fail.Exception):  # it may never come to that call
+        await cut_off_at(place, 3, monkeypatch, train(config, source))
+    await train(config, source)
+    await assert_each_once(client, keys, config, 4)
+    line = await live(client, keys, config)
+    assert [one.step for one in line] == [4, 3, 2, 1, 0]
+    assert all(one.dtype == "bfloat16" for one in line[:-1])
+    found = checkpoint.newest(Path(config.run_dir) / config.run / "checkpoints")
+    assert found is not None
+    assert {kind for kind, _ in versions.tensor_table(found).values()} == {"F32"}
+
+
+async def test_a_run_keeps_its_newest_version_when_its_dtype_is_changed(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    config = _keeping_all(config_of(broker_config, keys, run_dir))
+    await hand_on(client, keys, 0, 2, last=False)
+    short = replace(config, trainer=replace(config.trainer, max_versions=2))
+    await train(short, source)
+    await hand_on(client, keys, 2, 1)
+    await train(_in_dtype(config, "bfloat16"), source)
+    await train(config, source)
+    await assert_each_once(client, keys, config, 3)
+    assert [one.dtype for one in await live(client, keys, config)] == ["bfloat16", "", "", ""]

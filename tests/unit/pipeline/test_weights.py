@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from sluice.pipeline.errors import WeightsError
+from sluice.pipeline.weights.carriers import Directory
 from sluice.pipeline.weights.versions import (
     MANIFEST,
     digest_of,
@@ -147,6 +148,22 @@ def test_a_number_never_gets_a_second_digest(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="keeps its digest"):
         write_version(other, tmp_path / "weights", manifest())
     assert verify(made)
+
+
+def test_two_publishers_of_one_number_leave_one_of_the_versions(tmp_path: Path) -> None:
+    """Both passed the look at what is there; the second one's rename finds the first one's version."""
+    first, other = model_dir(tmp_path / "a", 1), model_dir(tmp_path / "b", 2)
+    carrier, made = Directory(tmp_path / "weights"), list[WeightVersion]()
+
+    def meanwhile() -> None:
+        made.append(carrier.publish(first, manifest(), lambda: None))
+
+    with pytest.raises(OSError, match="not empty"):
+        carrier.publish(other, manifest(), meanwhile)
+    assert carrier.fetch(made[0])
+    assert made[0].digest == digest_of(first)
+    carrier.remove([])
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v000001"]
 
 
 def test_an_interrupted_write_leaves_no_version(tmp_path: Path) -> None:
