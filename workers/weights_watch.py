@@ -86,7 +86,7 @@ class WeightsWatch:
         limit_s = self._config.weights.load_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                published_at = await self._load(version)
+                loaded = await self._load(version)
         except TimeoutError as error:
             raise TornWeights(
                 f"weights v{version} were not loaded within {limit_s:.0f} s; is the disk slow or not mounted? Raise "
@@ -99,12 +99,13 @@ class WeightsWatch:
             self._tell(refused_version=version)
             get_logger().error("new weights refused; keeping the old version", version=version, error=str(error))
             return False
-        if published_at is None:
+        if loaded is None:
             return False  # retired in the meantime: there is a newer one
         self._is_proved = True
+        published_at, spent = loaded
         behind_s = round(time.time() - published_at, 3)
         self._behind = None if pinned else (version, behind_s)
-        get_logger().info("weights loaded", version=version, behind_s=behind_s)
+        get_logger().info("weights loaded", version=version, behind_s=behind_s, **spent)
         return True
 
     async def is_gone(self, version: int) -> bool:
@@ -117,17 +118,20 @@ class WeightsWatch:
             return None
         return max(0.0, self._behind[1])
 
-    async def _load(self, version: int) -> float | None:
-        """When it was published; None if it no longer exists."""
+    async def _load(self, version: int) -> tuple[float, dict[str, float]] | None:
+        """When it was published, and seconds of the parts for the log; None if it no longer exists."""
+        started = time.monotonic()
         manifest = await self._registry.get(version)
         if manifest is None:
             return None
         backend, tolerance = self._backend, self._config.weights.probe_tolerance
         probe = probe_of(manifest, backend.facts.dtype, tolerance, backend.version)
         directory = await asyncio.to_thread(self._carrier.fetch, manifest)
+        fetched = time.monotonic()
         await backend.load_weights(directory, version, probe, manifest.parent)
+        spent = {"fetch_s": round(fetched - started, 3), "load_s": round(time.monotonic() - fetched, 3)}
         await asyncio.to_thread(self._carrier.keep, manifest)
-        return manifest.published_at or time.time()
+        return manifest.published_at or time.time(), spent
 
 
 _HALF_PRECISION = 10  # bf16 rounds at 2^-8: the demo model's probe differs by up to 0.17 nats from fp32

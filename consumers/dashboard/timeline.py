@@ -50,7 +50,7 @@ _MOODS: dict[str, Mood] = {
     WaitKind.ENGINE: "loading", WaitKind.MODEL: "loading", WaitKind.TOKENIZER: "loading",
     WaitKind.CHECKPOINT: "loading", WaitKind.FORWARD_PROOF: "loading", WaitKind.WEIGHTS: "loading",
     WaitKind.VERSIONS: "loading", WaitKind.PROMPTS: "loading", WaitKind.IMAGES: "loading",
-    WaitKind.PUBLICATION: "loading",
+    WaitKind.PUBLICATION: "loading", WaitKind.SAVING: "loading",
     WaitKind.JOBS: "idle", WaitKind.RESULTS: "idle", WaitKind.BATCHES: "idle", WaitKind.SCORE_JOBS: "idle",
     WaitKind.REQUESTS: "idle", WaitKind.ROLLOUTS: "idle", WaitKind.SCORES: "idle", WaitKind.REWARDS: "idle",
     WaitKind.NEXT_VERSION: "idle", WaitKind.ANSWERS: "idle",

@@ -481,10 +481,13 @@ class Session:
 
     async def _publish_made(self, make: Make, state: TrainerState, started: float) -> None:
         weights = await self._writing(make)
+        made = time.monotonic()
         try:
             manifest = await self._write_version(weights, state)
         finally:
             await asyncio.to_thread(shutil.rmtree, weights.directory, ignore_errors=True)
+        spent = {"files_s": round(made - started, 3), "durable_s": round(time.monotonic() - made, 3)}
+        get_logger().info("written beside the training", version=manifest.version, **spent)
         await self._register(manifest, weights)
         self._publish_s = time.monotonic() - started
 

@@ -19,6 +19,7 @@ import copy
 import re
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,11 @@ class Snapshot:
         """Fill a model directory, every other file as in `source`; size and digest of its files, the probe's score."""
         self.copy()
         assert self._copied is not None
-        score = self._score(self._copied)
-        shards = write_weights(self._model, self._copied, target)
-        copy_settings(source, target)
-        return shards, score
+        with ThreadPoolExecutor(1, thread_name_prefix="probe") as pool:
+            scoring = pool.submit(self._score, self._copied)
+            shards = write_weights(self._model, self._copied, target)
+            copy_settings(source, target)
+            return shards, scoring.result()
 
 
 def _copies(live: Mapping[str, Tensor], dtype: torch.dtype, in_float32: Callable[[str], bool]) -> dict[str, Tensor]:
