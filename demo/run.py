@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shlex
 import shutil
 import socket
@@ -28,6 +29,7 @@ from sluice.demo.mid_sequence import mid_sequence
 from sluice.demo.report import Report
 from sluice.demo.tasks import DemoTask
 from sluice.demo.tiny.warm_start import WarmStartProgress
+from sluice.pipeline import logs
 from sluice.pipeline.config import Config, load_config
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.run.stack import run_stack
@@ -91,6 +93,7 @@ def _run(task: DemoTask, directory: Path, options: Options) -> tuple[int, dict[s
     if code:
         _report_stopped(task, run_dir, drill, pipeline_s)
         return code, {}
+    logs.configure("demo", logging.WARNING)  # what follows is the result
     heldout = Heldout.of(task, warm, _newest_version(run_dir))
     counts = asdict(audit(config, run_dir))
     versions = counts.pop("versions")
@@ -256,10 +259,12 @@ def _print(task: DemoTask, summary: dict[str, Any], cost: KillCost | None, *, us
     last = summary.get("rollouts_last")
     rollouts = "" if last is None else f"  not the {last:.2f} of the last steps' {task.rollouts.meaning}\n"
     landed = "" if updates is None else f"; {updates} of them landed in the middle of sequences"
+    is_part = task.num_followed < task.num_heldout
+    followed = f"; the curve beside the run is of the first {task.num_followed} of them" * is_part
     seen = f"  final scores seen with these settings: {task.seen}\n" if usual and task.seen else ""
     print(
         f"{task.metric_title} {before:.2f} → {after:.2f} over {summary['versions']} weight versions{landed}\n"
-        f"  {task.num_heldout} held-out problems, decoded greedily: {task.metric_meaning}\n"
+        f"  {task.num_heldout} held-out problems, decoded greedily: {task.metric_meaning}{followed}\n"
         f"{rollouts}{seen}"
         f"{summary['enqueued']} sequences enqueued = {summary['trained']} trained + {summary['dead']} dead "
         f"+ {summary['dropped']} dropped; {summary['lost']} lost, {summary['duplicated']} trained twice "

@@ -27,13 +27,14 @@ from sluice.consumers.dashboard.formats import query
 from sluice.consumers.dashboard.monitor import Monitor, monitor_of
 from sluice.consumers.dashboard.overview import charts_json, points
 from sluice.consumers.dashboard.render import clean, render
-from sluice.consumers.history.curves import Change, Chart, RunCurves, overlaid
-from sluice.consumers.run_files import EVALS, METRICS, stored_config
+from sluice.consumers.history.curves import Change, Chart, RunCurves, Step, overlaid
+from sluice.consumers.run_files import EVALS, METRICS, WEIGHTS, stored_config
 from sluice.pipeline.config import Config, resolved_yaml
 from sluice.pipeline.config.load import RESOLVED, hide_password
 from sluice.pipeline.config.run_origin import placed
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.status.run_end import END, RunEnd, read_end
+from sluice.pipeline.weights.versions import newest_number
 
 router = APIRouter()
 _MOST_RUNS, _MOST_COMPARED, _MOST_KEPT = 100, 8, 16
@@ -113,7 +114,7 @@ class Runs:
             directory=str(directory),
             is_this=is_this,
             step=last.step if last else None,
-            version=last.version if last else None,
+            version=newest_version(directory, last),
             started=first.at if first else None,
             at=last.at if last else None,
             change=curves.change(),
@@ -125,6 +126,12 @@ class Runs:
         known = self.found()
         chosen = [(name, self.curves(known[name]).charts()) for name in names if name in known]
         return chosen[0][1] if len(chosen) == 1 else overlaid(chosen)
+
+
+def newest_version(directory: Path, last: Step | None) -> int | None:
+    """The newest that was published; without the weights, the one that the last step started from."""
+    number = newest_number(directory / WEIGHTS)
+    return number if number >= 0 else last.version if last else None
 
 
 def runs_in(place: Path) -> list[Path]:

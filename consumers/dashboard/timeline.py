@@ -46,7 +46,7 @@ _MOODS: dict[str, Mood] = {
     "working": "working", "failed": "trouble", "silent": "trouble",
     WaitKind.BROKER_MEMORY: "trouble",
     WaitKind.CREDIT: "held", WaitKind.ROLE: "held", WaitKind.PARTITION: "held", WaitKind.ISOLATION: "held",
-    WaitKind.DRAIN: "held", WaitKind.PEER: "held", WaitKind.OTHER: "held",
+    WaitKind.DRAIN: "held", WaitKind.PEER: "held", WaitKind.SAVING: "held", WaitKind.OTHER: "held",
     WaitKind.ENGINE: "loading", WaitKind.MODEL: "loading", WaitKind.TOKENIZER: "loading",
     WaitKind.CHECKPOINT: "loading", WaitKind.FORWARD_PROOF: "loading", WaitKind.WEIGHTS: "loading",
     WaitKind.VERSIONS: "loading", WaitKind.PROMPTS: "loading", WaitKind.IMAGES: "loading",
@@ -67,6 +67,8 @@ STATES = {
     "rewards": "in reward functions", "prompts": "preparing prompts", "images": "waiting for images",
     "drain": "draining", "score_jobs": "waiting for score jobs", "rollouts": "waiting for rollouts",
     "broker_memory": "broker full", "forward_proof": "proving the forward pass", "isolation": "waiting to run alone",
+    "tokenizer": "loading the tokenizer", "next_version": "waiting for a version", "answers": "waiting for answers",
+    "saving": "waiting for the disk", "checkpoint": "loading a checkpoint",
 }  # fmt: skip
 """State → a few words."""
 

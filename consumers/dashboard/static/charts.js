@@ -123,6 +123,11 @@
   function ranged(_, least, most) {
     return least || most ? uPlot.rangeNum(least, most, 0.1, true) : [0, 1];
   }
+  // Accuracy, F1 and the like: the whole axis, so that two pages and two runs compare.
+  function scored(plot, least, most) {
+    return least >= 0 && most <= 1 ? [0, 1] : ranged(plot, least, most);
+  }
+  const RANGES = { share: [0, 1], score: scored };
 
   function draw(chart) {
     const figure = figureOf(chart);
@@ -150,7 +155,7 @@
       height: HEIGHT,
       legend: { show: false },
       cursor: { sync: { key: together.key }, y: false, points: { size: 6 } },
-      scales: { x: { time: false }, y: { range: chart.unit === "share" ? [0, 1] : ranged } },
+      scales: { x: { time: false }, y: { range: RANGES[chart.unit] || ranged } },
       series: [{}, ...chart.lines.map((line) => ({
         stroke: style("--c" + (line.colour % 8)),
         width: 1.75,

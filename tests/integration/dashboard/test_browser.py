@@ -61,6 +61,10 @@ def test_every_page_is_reached_by_its_link(browser: Browser, site: Site, width: 
             seen.page.get_by_role("navigation").get_by_role("link", name=re.compile(f"^{name}")).click()
             expect(seen.page.locator("nav a[aria-current=page]")).to_have_text(re.compile(f"^{name}"))
             check(seen.page, width)
+            if name == "Processes":
+                wide = "(e) => [e.scrollWidth, e.clientWidth]"
+                inner, outer = seen.page.locator("#processes-table").evaluate(wide)
+                assert inner <= outer, "the last column is cut"
 
 
 def test_the_keyboard_is_enough(browser: Browser, site: Site) -> None:

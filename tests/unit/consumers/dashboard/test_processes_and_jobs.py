@@ -65,7 +65,7 @@ def test_a_process_that_left_or_died_stays_on_the_page(monitor: Monitor) -> None
         "producer-0": "ended", "worker-0": "ended", "consumer-0": "failed",
     }  # fmt: skip
     assert lines["consumer-0"].says == "OSError: <no room>", "why it failed is kept"
-    assert "at most 10.0" in Live(monitor).render("workers")
+    assert "at most</small> 10.0" in Live(monitor).render("workers")
 
 
 @pytest.mark.parametrize("last", [{"ended_at": 1030.0, "error": "no", "error_kind": "OSError"}, {"age_s": 20.0}])
@@ -76,7 +76,7 @@ def test_the_last_figures_of_one_that_failed_or_is_silent_are_not_told_as_curren
         facts = {"tokens": 10 * at, "running": 2, "cpu_ms": 400 * at, "memory_bytes": 2 << 20, "version": 7}
         show(monitor, float(at), row("worker-0", at, facts=facts, **(last if at == 1010 else {})))
     page = " ".join(Live(monitor).render("workers").split("<details")[0].split())
-    for words in ("at most 10.0 <small>tok/s", "at most 40 %", "at most 2.0 MiB"):
+    for words in ("at most</small> 10.0 <small>tok/s", "at most</small> 40 %", "at most</small> 2.0 MiB"):
         assert words in page, words
     assert ">v7<" not in page
     assert "2 running" not in page

@@ -9,7 +9,8 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice.consumers.dashboard.monitor import Monitor
-from sluice.consumers.dashboard.runs import Runs, chosen_run, runs_in
+from sluice.consumers.dashboard.runs import Runs, chosen_run, newest_version, runs_in
+from sluice.consumers.history.curves import Step
 from sluice.consumers.history.reader import HistoryReader
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import ConfigError
@@ -116,3 +117,10 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     assert set(runs(this).found()) == {"a"}
     assert [line.step for line in runs(this).lines()] == [2]
     assert [one.name for one in runs_in(tmp_path)] == ["a"]
+
+
+def test_the_version_of_a_run_is_the_newest_that_is_published(tmp_path: Path) -> None:
+    assert newest_version(tmp_path, None) is None
+    assert newest_version(tmp_path, Step(step=2, version=1, at=1.0, values={})) == 1
+    (tmp_path / "weights" / "v000002").mkdir(parents=True)
+    assert newest_version(tmp_path, Step(step=2, version=1, at=1.0, values={})) == 2
