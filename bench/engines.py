@@ -26,11 +26,13 @@ def make_engine(
     if name == "hf":
         from sluice.workers.engine.hf import HfBackend
 
-        return HfBackend(settings, max_batch=max_batch, repeat_terminate=repeat_terminate)
+        return HfBackend(settings, max_batch=max_batch, repeat_terminate=repeat_terminate, second_copy_gb=None)
     from sluice.workers.engine.vllm import VllmBackend
 
     options = VllmEngineOptions(enforce_eager=enforce_eager())
-    return VllmBackend(settings, max_batch=max_batch, options=options, repeat_terminate=repeat_terminate)
+    return VllmBackend(
+        settings, max_batch=max_batch, options=options, repeat_terminate=repeat_terminate, max_pause_s=1.0
+    )
 
 
 @contextlib.asynccontextmanager

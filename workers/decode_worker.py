@@ -2,18 +2,19 @@
 
     claim ──▶ slots ──▶ a task per sequence ──▶ backend.decode ──▶ committer (one script call per tick)
 
-| waits for        | unblocked by                  |
-|------------------|-------------------------------|
-| jobs             | a producer                    |
-| slots (slots.py) | a sequence that ends          |
-| new weights      | file loads, the engine's step |
+| waits for                                | unblocked by                  |
+|------------------------------------------|-------------------------------|
+| jobs                                     | a producer                    |
+| slots (slots.py)                         | a sequence that ends          |
+| new weights, if idle or for a pinned job | file loads, the engine's step |
 
 - If a sequence can't be decoded, or its prompt can't be rendered, its job ends as dead letters; other jobs continue.
 - A job whose images can't be reached now (a mount, a server, a busy host) goes back to the queue, `images.tries` times.
   Until this worker reaches images again it tries one such job every 2 s, and leaves the others to other workers.
 - The worker claims slightly more than the engine decodes at once, so the engine never waits for the queue. On stop,
   jobs that haven't started go back at once.
-- New weights are loaded between two tokens; running sequences continue under them.
+- New weights are loaded beside the claims, and by the engine beside its steps where it can; they change between two
+  tokens, and running sequences continue under them. A worker with nothing to decode loads them before it claims.
 - In a deterministic run a job accepts one version, which is loaded before it starts; nothing else is.
 - A job with a pinned version is decoded wholly under it: the worker loads it, if need be in place of a newer one, and
   keeps it until the last such job here has ended. What else it decodes meanwhile is sampled from that version too.
@@ -77,6 +78,7 @@ class DecodeWorker:
         self._role, self._backend, self._prompts = role, backend, prompts
         self._weights = WeightsWatch(role, backend)
         self._looked = False
+        self._loading: asyncio.Task[bool] | None = None  # newer weights, while sequences run
         self._pinned = False  # there were pinned jobs at the last claim
         self._said_at = float("-inf")  # monotonic seconds
         self._images_away_at: float | None = None  # monotonic seconds of the last failure; None: images are reached
@@ -102,6 +104,9 @@ class DecodeWorker:
         try:
             await self.leases.serve(self, hooks)
         finally:
+            if self._loading is not None:
+                self._loading.cancel()
+                await asyncio.wait([self._loading])
             await self._calls.close()
 
     def room(self) -> int:
@@ -159,6 +164,7 @@ class DecodeWorker:
 
     async def _pin(self, claim: Claim, version: int) -> bool:
         """Whether a job of this version can start here now. If not, it went back to the queue, or has ended."""
+        await self._settled()  # or newer weights would arrive in its middle
         if self._backend.version == version:
             return True
         if self._slots.pinned() is not None:  # another one, which stays until its jobs have ended
@@ -171,19 +177,29 @@ class DecodeWorker:
         return False
 
     async def _update_weights(self) -> None:
-        """New weights are loaded before anything else."""
+        """Newer weights: awaited if nothing runs, else loaded beside the claims."""
         if not self._looked:
             await self._weights.look()
             self._looked = True
         # After the last pinned job there is one more claim before the swap: it may bring the next one.
         was_pinned, self._pinned = self._pinned, self._slots.pinned() is not None
-        if self._pinned or was_pinned:
+        if self._pinned or was_pinned or (self._loading is not None and not self._loading.done()):
             return
+        await self._settled()
         newer = None if self._role.config.deterministic else self._weights.newer()
         if newer is not None:
             self._role.status.waiting(WaitKind.WEIGHTS, f"v{newer}", self._slots.running)
-            await self._weights.pull(newer)
+            self._loading = asyncio.create_task(self._weights.pull(newer))
+            if self._slots.running:
+                return
+            await self._settled()
         await self._weights.prove()
+
+    async def _settled(self) -> None:
+        """Wait for a load under way. Raises TornWeights."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            await loading
 
     async def _has_switched(self, claim: Claim, job: DecodeJob) -> bool:
         """Whether the one version that the job accepts is loaded now; else its claim is handed back, or ended."""

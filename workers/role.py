@@ -43,7 +43,17 @@ async def serve(role: Role) -> None:
     config = role.config
     guard = config.rollout_matching.repeat_terminate
     _warn_of_a_late_guard(config)
-    backend = make_backend(config.model, config.worker, guard, config.images, room_of(config))
+    # A deterministic run swaps while nothing runs, and needs one module whose tensors stay where they are.
+    second_copy_gb = 0.0 if config.deterministic else config.weights.second_copy_gb
+    backend = make_backend(
+        config.model,
+        config.worker,
+        guard,
+        config.images,
+        room_of(config),
+        second_copy_gb=second_copy_gb,
+        max_pause_s=config.weights.max_pause_s,
+    )
     await backend.start()
     try:
         get_logger().info("engine ready", **_facts(backend.facts))

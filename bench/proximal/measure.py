@@ -40,6 +40,7 @@ _SEEN_S = 120.0
 _GAP_S = (0.3, 1.0)
 _JOBS_A_ROW = 16  # far more than are decoded in that time
 COST = {"hf": 1.15, "vllm": 1.5}  # most that an update which scores may be, over one which only re-prefills
+RATES = {"50": 0.6, "200": 0.85, "1000": 0.95}  # least share of the rate without updates, by steps between them
 VALID = 1.0  # share of the older tokens, however many versions the queue holds
 _SCORE_WAIT_S = 600  # a busy machine must not affect what is valid
 
@@ -58,8 +59,9 @@ class Bench(NamedTuple):
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """`publish_to_first_token_s`: see above. `score_cost_ratio`: an update that re-prefills and scores, over one that
     only re-prefills (`vs_kv_recompute`) and over one decode step (`vs_no_update`). `tok_s_by_interval`: tokens per
-    second by steps between updates. `valid_share`: by versions in the queue. `aims`: each target, and whether it was
-    met; `measured`: the conditions, in words.
+    second by steps between updates; `rate_share`: these over the rate without updates; `steps_between`: how many there
+    really were for each update; `gap_s`: the longest time without a token at an update, median. `valid_share`: by
+    versions in the queue. `aims`: each target, and whether it was met; `measured`: the conditions, in words.
     """
     model = endless_model(HOME)
     return {
@@ -78,6 +80,7 @@ def fields(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "publish_to_first_token_s": parts["published"],
         "score_cost_ratio": parts["cost"],
         "tok_s_by_interval": {name: each["tok_s"] for name, each in rates.items()},
+        "rate_share": {name: each["share"] for name, each in rates.items()},
         "valid_share": share["valid_share"],
     }
     return {
@@ -85,6 +88,8 @@ def fields(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "aims": aims(found),
         "tok_s_spread": {name: each["spread"] for name, each in rates.items()},
         "updates_by_interval": {name: each["updates"] for name, each in rates.items()},
+        "steps_between": {name: each["steps_between"] for name, each in rates.items()},
+        "gap_s": {name: each["gap_s"] for name, each in rates.items()},
         "valid_share_tokens": share["measured"],
     }
 
@@ -100,6 +105,10 @@ def aims(found: Mapping[str, Any]) -> dict[str, Any]:
             for name, value in cost.items()
         },
         "tok_s_by_interval": {"aim": None},
+        "rate_share": {
+            name: {key: aim(">=", RATES[key], share) for key, share in each.items() if key in RATES}
+            for name, each in found["rate_share"].items()
+        },
         "valid_share": aim(">=", VALID, least),
     }
 
@@ -110,10 +119,12 @@ def measured(plan: Plan) -> dict[str, str]:
     return {
         "publish_to_first_token_s": f"{rows} and a queue, {prompt}, up to {ENDLESS_CONTEXT - plan.prompt} generated: "
         "from published_at (from_register: from the registration) to the first token under the new version",
-        "score_cost_ratio": f"{rows}, {prompt}, {plan.generated} generated: from the last token before an update that "
-        "scores to the first after it of the last row, over the same without scores, and over one decode step",
+        "score_cost_ratio": f"{rows}, {prompt}, {plan.generated} generated: from the call of an update that scores to "
+        "the first token after it of the last row, over the same without scores, and over one decode step",
         "tok_s_by_interval": f"{rows}, {prompt}, 0 to {plan.longest} generated at the start of a segment of "
         f"{plan.segment} steps, {plan.segments} segments; steps between updates",
+        "rate_share": "tok_s_by_interval over its rate without updates, segments in turns; an update that is due while "
+        "one is on its way follows it, see steps_between",
         "valid_share": f"{plan.wave} sequences of up to {plan.wave_longest} tokens started under each of "
         f"{plan.retention + 1} versions; weights.retention and policy.max_token_staleness {plan.retention}",
     }
@@ -155,6 +166,7 @@ async def _of_backend(running: Fleet, name: str, bench: Bench) -> dict[str, Any]
     say(f"{name}: an update with scores costs {cost['vs_kv_recompute']:.3f} of one without")
     rates = await _measured(running, "throughput", bench.plan, home=str(bench.home / f"versions-{name}"))
     say(f"{name}: tok/s by interval " + ", ".join(f"{key} {rate:.0f}" for key, rate in rates["tok_s"].items()))
+    say(f"{name}: share of the rate " + ", ".join(f"{key} {share:.2f}" for key, share in rates["share"].items()))
     return {"published": first, "cost": cost, "throughput": rates}
 
 

@@ -6,11 +6,13 @@
 | recompute | v -> v + 2: the same without scores, since no token is from the version just before           |
 | none      | a decode step of the same rows                                                                |
 
-- An update is timed from the last token before it (or from the call, if that is later) to the last row's first token
-  after it. No probe is scored and no digest is checked: they would hide the difference.
+- An update is timed from the call to the last row's first token after it; on hf rows decode meanwhile. No probe is
+  scored and no digest is checked: they would hide the difference.
 - Throughput: segments of all intervals alternate. Each starts with rows of evenly spread lengths, and counts tokens
   from the moment when all rows run. The longest interval gets its one update in its middle segment. An update is what a
   worker does: digest, load, probe, and the prefill that scores. An interval's rate covers all its segments.
+- An update that is due while the one before is still on its way comes right after it, and a segment lasts until its
+  last one serves: `steps_between` says how many steps there were for each. No update is left out.
 - Rows run until they are stopped. They start with tokens decoded earlier, like a redelivered job. Times are
   `time.perf_counter` seconds, taken in the engine's thread when it reports the token.
 """
@@ -26,6 +28,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, get_args
@@ -51,8 +54,13 @@ KINDS = (*STEPS, "none")
 _SETTLED = 2  # steps of every row before anything is timed
 _TOLERANCE = 1e-2  # nats a probe token
 
-Segment = tuple[int, float]
-"""Tokens, seconds."""
+
+class Segment(NamedTuple):
+    """What was decoded, and the longest time without a token of any row at each update."""
+
+    tokens: int
+    seconds: float
+    gaps: list[float]  # seconds
 
 
 class Plan(BenchPlan, frozen=True, kw_only=True):
@@ -132,7 +140,7 @@ async def score_cost(backend: Backend, variants: Variants, plan: Plan) -> dict[s
             await rows.until(lambda: rows.turned(newer), f"tokens of version {newer}")
             used, turn = cpu_s() - used, rows.turns[newer]
         _check([task.result() for task in rows.tasks], version, newer)
-        return Sample(max(turn.rows.values()) - max(called, turn.before), used)
+        return Sample(max(turn.values()) - called, used)
 
     return score_fields(await play(plan.rounds, KINDS, one, warm=1))
 
@@ -165,30 +173,46 @@ def _check(outputs: Sequence[SequenceOutput], version: int, newer: int) -> None:
 async def throughput(backend: Backend, variants: Variants, plan: Plan, home: Path) -> dict[str, Any]:
     versions = [write_version(variants.directory(v), home, variants.manifest(v)) for v in range(COUNT)]
     names = [*map(str, plan.intervals), "none"]
-    updates = dict.fromkeys(names, 0)
     lengths = [index * plan.longest // max(1, plan.rows - 1) for index in range(plan.rows)]
 
     async def one(name: str, number: int) -> Segment:
         due = due_steps(None if name == "none" else int(name), number, plan.segment)
-        updates[name] += len(due)
-        seed = number * len(names) + names.index(name)
+        seed, spans = number * len(names) + names.index(name), list[tuple[int, int]]()
         async with running(backend, requests(plan, backend.version, lengths, plan.room, seed)) as rows:
             await rows.until(lambda: rows.ready > 0, "the rows to run")
             for step in due:
                 await rows.until(lambda step=step: rows.steps() >= step, f"step {step}")
+                begin = len(rows.times)
                 await _update(backend, versions)
-            await rows.until(lambda: rows.steps() >= plan.segment, f"step {plan.segment}")
-        tokens = plan.segment * plan.rows
-        return tokens, rows.times[rows.ready + tokens - 1] - rows.times[rows.ready - 1]
+                spans.append((begin, len(rows.times)))
+            last = max(plan.segment, math.ceil(rows.steps()))
+            await rows.until(lambda: rows.steps() >= last, f"step {last}")
+        tokens = last * plan.rows
+        gaps = [longest_gap(rows.times, begin, end + plan.rows) for begin, end in spans]
+        return Segment(tokens, rows.times[rows.ready + tokens - 1] - rows.times[rows.ready - 1], gaps)
 
     rounds = await play(plan.segments, names, one)
-    return {**rate_fields({name: [each[name] for each in rounds] for name in names}), "updates": updates}
+    return rate_fields({name: [each[name] for each in rounds] for name in names}, plan.rows)
 
 
-def rate_fields(found: dict[str, list[Segment]]) -> dict[str, Any]:
+def longest_gap(times: Sequence[float], begin: int, end: int) -> float:
+    """Seconds without a token, from the one before index `begin` on."""
+    around = times[max(0, begin - 1) : end]
+    return max((after - before for before, after in pairwise(around)), default=0.0)
+
+
+def rate_fields(found: Mapping[str, Sequence[Segment]], rows: int) -> dict[str, Any]:
+    """Of the segments of each interval, and of `none`."""
+    rates = {name: sum(one.tokens for one in each) / sum(one.seconds for one in each) for name, each in found.items()}
+    updates = {name: sum(len(one.gaps) for one in each) for name, each in found.items()}
+    timed = [name for name, count in updates.items() if count]
     return {
-        "tok_s": {name: sum(n for n, _ in each) / sum(s for _, s in each) for name, each in found.items()},
-        "spread": {name: spread(n / s for n, s in each) for name, each in found.items()},
+        "tok_s": rates,
+        "spread": {name: spread(one.tokens / one.seconds for one in each) for name, each in found.items()},
+        "updates": updates,
+        "share": {name: rate / rates["none"] for name, rate in rates.items() if name != "none"},
+        "steps_between": {name: sum(one.tokens for one in found[name]) / rows / updates[name] for name in timed},
+        "gap_s": {name: median(gap for one in found[name] for gap in one.gaps) for name in timed},
     }
 
 
@@ -222,20 +246,13 @@ def requests(plan: Plan, version: int, generated: Sequence[int], room: int, seed
     return found
 
 
-class Turn(NamedTuple):
-    """The first tokens under a version, by row, and the time of the last token before them."""
-
-    before: float
-    rows: dict[int, float]
-
-
 class Running:
     """Rows in an engine. `saw` runs in the engine's thread, everything else in the event loop."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.times: list[float] = []  # of each new token of any row
-        self.turns: dict[int, Turn] = {}  # by version
+        self.turns: dict[int, dict[int, float]] = {}  # by version: when each row got its first token under it
         self.ready = 0  # new tokens when the last row got its first one; 0 before
         self.tasks: list[asyncio.Task[SequenceOutput]] = []
         self._started: set[int] = set()
@@ -249,13 +266,11 @@ class Running:
         return (len(self.times) - self.ready) / self.count if self.ready else 0.0
 
     def turned(self, version: int) -> bool:
-        return version in self.turns and len(self.turns[version].rows) == self.count
+        return len(self.turns.get(version, ())) == self.count
 
     def saw(self, row: int, so_far: Progress) -> None:
         now, version = time.perf_counter(), so_far.versions.runs[-1][0]
-        if version not in self.turns:
-            self.turns[version] = Turn(self.times[-1] if self.times else now, {})
-        self.turns[version].rows.setdefault(row, now)
+        self.turns.setdefault(version, {}).setdefault(row, now)
         self.times += [now] * len(so_far.token_ids)
         self._started.add(row)
         if not self.ready and len(self._started) == self.count:

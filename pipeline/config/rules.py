@@ -178,6 +178,10 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
     found = [(value > 0, f"{key} must be > 0, got {value}") for key, value in positive.items()]
     limit = config.data.limit
     found.append((limit is None or limit >= 0, f"data.limit must be >= 0, got {limit}"))
+    copy_gb = config.weights.second_copy_gb
+    found.append((copy_gb is None or copy_gb >= 0, f"weights.second_copy_gb must be >= 0 or null, got {copy_gb}"))
+    pause_s = config.weights.max_pause_s
+    found.append((pause_s is None or pause_s > 0, f"weights.max_pause_s must be > 0 or null, got {pause_s}"))
     fraction = config.rollout_matching.gt_only_fraction
     found.append((0 <= fraction <= 1, f"rollout_matching.gt_only_fraction must be in 0..1, got {fraction}"))
     for key in ("count", "checkpoint_tokens", "keep_result_s"):

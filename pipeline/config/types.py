@@ -439,6 +439,8 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     load_timeout_s: float = 600.0  # a worker that hasn't loaded a version by then ends, and its jobs go back
     probe_tokens: int = 16  # length of the prompt that verifies a loaded version
     probe_tolerance: float = 1e-2  # nats per probe token between trainer and worker; ten times that in half precision
+    second_copy_gb: float | None = None  # hf: for new weights beside the old; null: half of free memory; 0: none
+    max_pause_s: float | None = 1.0  # vllm: then some rows have tokens before others are prefilled; null: no bound
 
 
 class PreflightConfig(Section, frozen=True, kw_only=True):

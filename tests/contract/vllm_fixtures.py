@@ -37,10 +37,17 @@ def vlm_options(**extra: Any) -> VllmEngineOptions:
     return vllm_options(extra={"max_num_batched_tokens": 48, "model_impl": "transformers", **extra})
 
 
-def make_vllm(directory: Path, *, max_batch: int = 6, room: AdapterRoom | None = None, **options: Any) -> VllmBackend:
+def make_vllm(
+    directory: Path,
+    *,
+    max_batch: int = 6,
+    room: AdapterRoom | None = None,
+    max_pause_s: float | None = None,
+    **options: Any,
+) -> VllmBackend:
     """A backend that is not started."""
-    config = ModelConfig(path=str(directory))
-    return VllmBackend(config, max_batch=max_batch, options=vllm_options(**options), room=room)
+    config, given = ModelConfig(path=str(directory)), vllm_options(**options)
+    return VllmBackend(config, max_batch=max_batch, options=given, room=room, max_pause_s=max_pause_s)
 
 
 @contextlib.contextmanager

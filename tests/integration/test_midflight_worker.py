@@ -85,8 +85,8 @@ def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def engine(config: Config, max_batch: int = 2) -> AsyncIterator[HfBackend]:
-    backend = HfBackend(config.model, max_batch=max_batch)
+async def engine(config: Config, max_batch: int = 2, second_copy_gb: float | None = None) -> AsyncIterator[HfBackend]:
+    backend = HfBackend(config.model, max_batch=max_batch, second_copy_gb=second_copy_gb)
     await backend.start()
     try:
         yield backend
@@ -133,11 +133,12 @@ async def test_weights_come_by_shared_memory_and_what_is_damaged_there_does_not(
     shown = functools.partial(MEMORY.glob, f"sluice-{keys.run}-*/v00000[12]-*")
     try:
         await published.publish(0)
-        for at, name in enumerate("abcd"):
+        first = published.make(1)
+        for at, name in enumerate("abcdefghijkl"):
             await enqueue(client, keys, name, sampling=SamplingParams(max_new_tokens=120 + 7 * at))
         async with engine(config) as backend, decode_workers.working(config, backend) as worker:
             await over(client, keys, 1)
-            await published.publish(1)
+            await published.publish(1, first)
             await eventually(functools.partial(is_at, backend, 1), "weights v1")
             assert len(list(shown())) == 2, "the trainer's, and a link to it"
             made = published.make(2)
@@ -148,7 +149,7 @@ async def test_weights_come_by_shared_memory_and_what_is_damaged_there_does_not(
             await published.publish(2, made)
             await eventually(functools.partial(is_at, backend, 2), "weights v2")
             assert worker._role.status.row.facts["weight_fallbacks"] == 1
-            await over(client, keys, 4)
+            await over(client, keys, 12)
         found = (await results(client, keys)).values()
         for result in found:
             published.assert_right(result)
@@ -264,7 +265,7 @@ async def test_a_worker_without_whole_weights_hands_its_jobs_back(
     published = Published(client, keys, run_dir)
     await published.publish(0)
     await enqueue(client, keys, *"abc", sampling=LONG)
-    async with engine(config) as backend, role_of(config, "worker", "w") as role:
+    async with engine(config, second_copy_gb=0.0) as backend, role_of(config, "worker", "w") as role:
         running = asyncio.create_task(DecodeWorker(role, backend, JobPrompts(config.model)).run())
 
         async def claimed() -> bool:

@@ -43,11 +43,13 @@ def make_backend(
     repeat_terminate: RepeatTerminateConfig | None = None,
     images: ImagesConfig | None = None,
     room: AdapterRoom | None = None,
+    second_copy_gb: float | None = 0.0,
+    max_pause_s: float | None = None,
 ) -> RoutedBackend:
     """The configured backend with its fallback, not started; both with the repeat guard if it's enabled.
 
     `images` says how many a prompt may have. `room`: for adapters beside the weights; None: versions that are adapters
-    are merged into them.
+    are merged into them. `second_copy_gb` is the hf backend's, `max_pause_s` vLLM's.
     """
     if worker.torch_threads:
         torch.set_num_threads(worker.torch_threads)
@@ -59,6 +61,7 @@ def make_backend(
             repeat_terminate=repeat_terminate,
             processed_logprobs=worker.logprobs_mode == "processed",
             room=room,
+            second_copy_gb=second_copy_gb,
         )
 
     if worker.backend == "hf":
@@ -72,6 +75,7 @@ def make_backend(
         repeat_terminate=repeat_terminate,
         max_images=(images or ImagesConfig()).max_per_prompt,
         room=room,
+        max_pause_s=max_pause_s,
     )
     return RoutedBackend(vllm, hf if worker.fallback_backend == "hf" else None, repeat_terminate)
 

@@ -46,7 +46,7 @@ class VersionedModel:
         self._model = load_model(config.model, feature_bytes=config.images.cache_mb << 20)
         prove(self._model)
         self._carrier = carrier_of(config)
-        self._weights = Weights(self._model.module, Path(config.model.path), self._total, self._model.features)
+        self._weights = Weights(self._model, Path(config.model.path))
         self.version: int | None = None
 
     @property
@@ -157,10 +157,6 @@ class VersionedModel:
         except RequestError as error:
             return str(error)
         return ""
-
-    def _total(self, token_ids: Sequence[int]) -> float:
-        """Summed logprob (nats) of tokens 1.. ."""
-        return math.fsum(token_logprobs(self._model, [list(token_ids)], [1], self._pass_tokens)[0])
 
 
 def _answer(job: ScoreJob, logprobs: list[float]) -> ScoreResult:

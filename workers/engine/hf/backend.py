@@ -5,12 +5,13 @@ Callers leave requests in an inbox; the thread admits, steps and answers.
 | waits | unblocked by |
 |---|---|
 | a decode request | room in the batch |
-| a weight load | the end of the current step |
+| a weight load | the standby thread, where there is room for a second copy of the weights; the end of a step |
 | a score | the end of the current step |
 | an abort | the end of the current step |
 | the thread, when idle | any request, or `stop` |
 
-- Only this thread touches the model and tokenizer.
+- Only this thread touches the model and tokenizer; the standby thread has a model of its own.
+- Weight loads run one after the other: a version that comes while one is prepared waits until that one is swapped in.
 - Cancelling a future removes its sequence within one step.
 - An error in the loop ends the thread; every open future and every later call gets it as the cause.
 """
@@ -40,6 +41,7 @@ from sluice.workers.engine.hf.decoder import Decoder, Ended
 from sluice.workers.engine.hf.model import LoadedModel, load_model
 from sluice.workers.engine.hf.proof import prove
 from sluice.workers.engine.hf.rows import Row
+from sluice.workers.engine.hf.standby import Load, Standby
 from sluice.workers.engine.hf.vision import PreparedImages
 from sluice.workers.engine.hf.weights import Weights
 from sluice.workers.guard.rules import GuardRules
@@ -64,14 +66,17 @@ class HfBackend:
         repeat_terminate: RepeatTerminateConfig | None = None,
         processed_logprobs: bool = False,
         room: AdapterRoom | None = None,
+        second_copy_gb: float | None = 0.0,
     ) -> None:
-        """`processed_logprobs`: logprobs at each sequence's own temperature. `room`: for adapters beside the base."""
+        """`processed_logprobs`: logprobs at each sequence's own temperature. `room`: for adapters beside the base.
+        `second_copy_gb`: of memory (GiB) for new weights beside those that decode; None: what is needed, up to half of
+        what is free."""
         if max_batch < 1:
             raise EngineError(f"max_batch must be >= 1, got {max_batch}")
         load = partial(
             load_model, config, repeat_terminate or RepeatTerminateConfig(), processed_logprobs=processed_logprobs
         )
-        self._thread = DecodeThread(load, Path(config.path), max_batch, version, room)
+        self._thread = DecodeThread(load, Path(config.path), max_batch, version, room, second_copy_gb)
         self._facts: EngineFacts | None = None
         self._images: PreparedImages | None = None
         self._started = False
@@ -138,7 +143,7 @@ class HfBackend:
     async def load_weights(
         self, directory: Path, version: int, probe: WeightsProbe | None = None, parent: int | None = None
     ) -> None:
-        """Swap the weights after the current step; see `contracts.Backend`. Raises WeightsError or TornWeights."""
+        """Swap the weights between two steps; see `contracts.Backend`. Raises WeightsError or TornWeights."""
         await asyncio.wrap_future(self._running().load(OWN, Path(directory), version, probe, parent))
 
     async def load_adapter(
@@ -194,6 +199,7 @@ class DecodeThread:
         max_batch: int,
         version: int,
         room: AdapterRoom | None = None,
+        second_copy_gb: float | None = 0.0,
     ) -> None:
         """`load` returns the model with the weights of `directory`, which are `version`; it may raise ModelError."""
         self.ready: Future[EngineFacts] = Future()
@@ -203,7 +209,7 @@ class DecodeThread:
         self.guard: GuardRules | None = None  # likewise, if the guard is on
         self.guard_cost = GuardCost()
         self._load_model, self._directory = load, directory
-        self._max_batch, self._room = max_batch, room
+        self._max_batch, self._room, self._second_copy_gb = max_batch, room, second_copy_gb
         self._wake = threading.Condition()
         self._joins: deque[_Job] = deque()
         self._loads: deque[_Job] = deque()
@@ -214,6 +220,7 @@ class DecodeThread:
         self._stopping = False
         self._ended: EngineError | None = None
         self._weights: Weights | None = None
+        self._standby: Standby | None = None
         self._idle = self._loading = False
         self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="sluice-hf-decode", daemon=True)
@@ -229,8 +236,8 @@ class DecodeThread:
     def load(
         self, name: str, directory: Path, version: int, probe: WeightsProbe | None, parent: int | None
     ) -> Future[None]:
-        """Queue a load for the policy or an adapter; it runs after the current step."""
-        return self._submit(self._loads, (name, directory, version, probe, parent))
+        """Queue a load for the policy or an adapter."""
+        return self._submit(self._loads, (name, Load(directory, version, probe, parent)))
 
     def score(self, token_ids: Sequence[int], adapter: str = OWN) -> Future[float]:
         return self._submit(self._scores, (tuple(token_ids), adapter))
@@ -273,7 +280,7 @@ class DecodeThread:
                 decoder = Decoder(model, self.versions[OWN], self.guard_cost)
                 self.processor, self.guard = decoder.model.vision, decoder.model.guard
                 model = decoder.model
-                self._weights = Weights(model.module, self._directory, decoder.score, model.features)
+                self._weights = Weights(model, self._directory, self._second_copy_gb)
                 self.features = model.features
                 self.ready.set_result(decoder.model.facts)
                 while self._wait(decoder):
@@ -286,7 +293,15 @@ class DecodeThread:
     def _wait(self, decoder: Decoder) -> bool:
         """Block while idle; False when asked to stop."""
         with self._wake:
-            while not (self._stopping or decoder.rows or self._joins or self._loads or self._scores or self._aborted):
+            while not (
+                self._stopping
+                or decoder.rows
+                or self._joins
+                or (self._loads and self._standby is None)
+                or (self._standby is not None and self._standby.waits)
+                or self._scores
+                or self._aborted
+            ):
                 self._idle = True
                 self._wake.wait()
             self._progress = time.monotonic()
@@ -296,10 +311,7 @@ class DecodeThread:
     def _serve(self, decoder: Decoder) -> None:
         self._drop_cancelled(decoder)
         self._end_aborted(decoder)
-        while self._loads:
-            self._loading = True
-            self._load(decoder, *self._loads.popleft())
-            self._progress, self._loading = time.monotonic(), False
+        self._change_weights(decoder)
         while self._scores:
             self._score(decoder, *self._scores.popleft())
         self._answer(decoder.join(self._admitted(decoder)))
@@ -371,26 +383,81 @@ class DecodeThread:
             else:
                 _resolve(future, row.output())
 
-    def _load(
-        self, decoder: Decoder, what: tuple[str, Path, int, WeightsProbe | None, int | None], future: Future[None]
-    ) -> None:
-        if future.cancelled():
+    def _change_weights(self, decoder: Decoder) -> None:
+        """Everything that is due for new weights between two steps."""
+        while self._standby is not None or self._loads:
+            if self._standby is not None and not self._swap(decoder, self._standby):
+                return
+            if not self._loads:
+                return
+            (name, load), future = self._loads.popleft()
+            if future.cancelled():
+                continue
+            self._loading = True
+            self._begin_load(decoder, name, load, future)
+            self._progress, self._loading = time.monotonic(), False
+
+    def _begin_load(self, decoder: Decoder, name: str, load: Load, future: Future[None]) -> None:
+        weights, beside = self._weights, name != OWN or self._room is not None  # the weights themselves stay
+        assert weights is not None
+        if beside or not weights.has_second():
+            self._load(decoder, name, load, future)
             return
-        name, directory, version, probe, parent = what
+        try:
+            before = weights.before(load.probe)
+        except WeightsError as error:
+            _fail(future, error)
+            return
+        prepare = partial(weights.prepare, load.directory, load.probe, before)
+        self._standby = Standby(prepare, future, load, self._notify)
+
+    def _swap(self, decoder: Decoder, standby: Standby) -> bool:
+        """Whether the standby is done with, one way or another."""
+        load = standby.load
+        if standby.future.cancelled():
+            standby.stop()
+        if standby.asks:
+            standby.answer(decoder.contexts(load.version, load.parent))
+        if not standby.ended:
+            return False
+        self._standby = None
+        if standby.future.cancelled():
+            return True
+        if isinstance(standby.error, WeightsError):
+            _fail(standby.future, standby.error)
+        elif standby.error is not None:
+            raise standby.error
+        else:
+            assert standby.model is not None
+            assert self._weights is not None
+            self._loading = True
+            self._weights.exchange(load.directory, load.probe)
+            self.versions = {**self.versions, OWN: load.version}
+            self._answer(decoder.swap(load.version, load.parent, standby.model, standby.slices))
+            self._progress, self._loading = time.monotonic(), False
+            _resolve(standby.future, None)
+        return True
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
+
+    def _load(self, decoder: Decoder, name: str, load: Load, future: Future[None]) -> None:
+        """In place: nothing decodes meanwhile."""
         assert self._weights is not None
         try:
             if name != OWN or self._room is not None:
-                self._load_adapter(decoder, name, directory, Policy(version, parent), probe)
+                self._load_adapter(decoder, name, load.directory, Policy(load.version, load.parent), load.probe)
                 _resolve(future, None)
                 return
-            self._weights.load(directory, probe)
+            self._weights.load(load.directory, load.probe)
         except WeightsError as error:
             if isinstance(error, TornWeights):
                 self._fail_rows(decoder, error)
             _fail(future, error)
             return
-        self.versions = {**self.versions, OWN: version}
-        self._answer(decoder.swap(version, parent))
+        self.versions = {**self.versions, OWN: load.version}
+        self._answer(decoder.swap(load.version, load.parent))
         _resolve(future, None)
 
     def _load_adapter(
@@ -438,6 +505,9 @@ class DecodeThread:
         """Never dies silently: every open and later caller gets the cause."""
         if not self.ready.done():
             self.ready.set_exception(cause or EngineError("the engine was closed while loading"))
+        if self._standby is not None:
+            self._standby.stop()
+            self._standby.join(_STOP_S / 2)
         what = "the hf engine is closed" if cause is None else f"the hf engine failed: {cause!r}"
         with self._wake:
             self._ended = EngineError(what)

@@ -242,6 +242,16 @@ class DecodeCache(Cache):
         places = torch.arange(self._mask.shape[1], device=new.device)
         self._mask[rows] = (places >= window.end - new.unsqueeze(1)) & (places < window.end)
 
+    def empty(self, width: int) -> None:
+        """Forget all rows and keep the buffers, for rows of up to `width` tokens.
+
+        What is left in them is masked: new pages would cost more time than a swap has.
+        """
+        self._window.end = self._window.start = min(width, self._mask.shape[1])
+        self._lengths, self._offsets = [], []
+        self._positions = self._positions[:0]
+        self._set_rows(0)
+
     def open_step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Make room for one more column: (attention mask (rows, width + 1), position ids (rows, 1))."""
         self._reserve(rows=self.num_rows, width=self._window.width)

@@ -3,15 +3,15 @@
 - Rows of the batch, the cache and the sampling table have the same order.
 - A row's first token comes from its prefill; a row that ends there never enters the batch.
 - Equal contexts are prefilled once. A prompt with images is prefilled alone.
-- New weights: every running row is prefilled again, because a cache must not outlive its weights. The same pass scores
-  the tokens sampled under the previous version: their proximal logprobs.
+- New weights: every running row is prefilled again, because a cache must not outlive its weights, at the swap or before
+  it (`standby`). The same pass scores the tokens sampled under the previous version: their proximal logprobs.
 - A new version of one adapter does that to its own rows alone: a row's version, cache and passes are its policy's.
 - A row that can't take its token (NaN, a failing plugin) leaves with its error; the others continue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +21,10 @@ from sluice.workers.engine.adapters import OWN, Policies, Policy
 from sluice.workers.engine.hf.adapters import Lora
 from sluice.workers.engine.hf.cache import DecodeCache, PrefillCache
 from sluice.workers.engine.hf.model import LoadedModel
-from sluice.workers.engine.hf.passes import forward, forward_scored, groups_by_length, left_padded
+from sluice.workers.engine.hf.passes import forward, forward_scored, groups_by_length, left_padded, summed_logprob
 from sluice.workers.engine.hf.rows import Row
+from sluice.workers.engine.hf.standby import Context, Slice
 from sluice.workers.engine.hf.vision import prefill_image
-from sluice.workers.engine.limits import check_token_ids
 from sluice.workers.engine.sampling import SamplingTable, sample
 from sluice.workers.guard.watch import GuardCost, force, triggered
 
@@ -85,16 +85,32 @@ class Decoder:
         if leaving:
             self._remove(leaving)
 
-    def swap(self, version: int, parent: int | None = None) -> list[Ended]:
-        """Prefill all running rows after the weights became those of `version`; returns rows that ended at once.
+    def contexts(self, version: int, parent: int | None) -> dict[int, Context]:
+        """The running rows by id, and what of them is to be scored under `version`."""
+        found: dict[int, Context] = {}
+        for row in self.rows:
+            ids, unscored = row.context, row.unscored(version, parent)
+            found[id(row)] = Context(row, ids, len(row.prompt) + unscored[0] if unscored else len(ids))
+        return found
 
-        `parent`: the version that `version` was published from; None: the number before.
+    def swap(
+        self, version: int, parent: int | None = None, model: LoadedModel | None = None, slices: Sequence[Slice] = ()
+    ) -> list[Ended]:
+        """Go on with the weights of `version`; returns rows that ended at once.
+
+        `parent`: the version that `version` was published from; None: the number before. `model` has its weights; None:
+        the model in use, which has changed. `slices` hold running rows that were prefilled under them; all others are
+        prefilled now.
         """
+        contexts = self.contexts(version, parent) if slices else {}
         rows, self.rows = self.rows, []
+        self.model = model or self.model
         self.policies.put(OWN, Policy(version, parent))
-        self._cache, self._table = DecodeCache(self._device), None
-        self._last = self._last[:0]
-        return self.join(rows)
+        self._cache.empty(max((len(row.prompt) + len(row.tokens) for row in rows), default=0))
+        self._table, self._last = None, self._last[:0]
+        ended = [one for part in slices for one in self._take(part, contexts)]
+        taken = {id(row) for part in slices for row in part.rows}
+        return ended + self.join([row for row in rows if id(row) not in taken])
 
     def switch(self, name: str, policy: Policy) -> tuple[list[Ended], Policy | None]:
         """Prefill the rows of this name under its new policy; returns rows that ended at once, and the old policy."""
@@ -105,13 +121,24 @@ class Decoder:
 
     def score(self, token_ids: Sequence[int], lora: Lora | None = None) -> float:
         """Summed fp32 logprob (nats) of tokens 1.. given their prefix. Raises RequestError."""
-        if len(token_ids) < 2:
-            raise RequestError(f"a score needs at least 2 tokens, got {len(token_ids)}")
-        check_token_ids("score", token_ids, self.model.facts.vocab_size)
-        inputs = torch.tensor([list(token_ids)], device=self._device)
         with self.model.adapters.rows([lora]):
-            logits = self.model.module(input_ids=inputs, use_cache=False).logits[0, :-1].float()
-        return torch.log_softmax(logits, dim=-1).gather(1, inputs[0, 1:, None]).double().sum().item()
+            return summed_logprob(self.model, token_ids)
+
+    def _take(self, part: Slice, contexts: Mapping[int, Context]) -> list[Ended]:
+        """Add the slice's rows that still run, with their caches; returns those that failed."""
+        part.extend(self.model, contexts)
+        policy = self.policies.of(OWN)
+        scored = part.score(contexts, policy.version, policy.parent)
+        stay = [index for index, error in scored.items() if error is None]
+        if stay:
+            known = [contexts[id(part.rows[index])] for index in stay]
+            self._cache.admit(part.cache, stay, [len(one.token_ids) - 1 for one in known])
+            for one in known:
+                one.row.policy = policy
+            self.rows += [one.row for one in known]
+            newest = torch.tensor([one.token_ids[-1] for one in known], device=self._device)
+            self._last = torch.cat([self._last, newest])
+        return [(part.rows[index], error) for index, error in scored.items() if error is not None]
 
     def _prefill(self, rows: Sequence[Row], last: list[int]) -> list[Ended]:
         done, errors = prefill(self.model, rows, self.policies)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from sluice.pipeline.errors import RequestError
 from sluice.workers.engine.hf.cache import PrefillCache
 from sluice.workers.engine.hf.model import LoadedModel
+from sluice.workers.engine.limits import check_token_ids
 
 SCORED_LOGITS = 1 << 26
 """Logits held at a time while tokens are scored; bounds the memory of a prefill."""
@@ -84,6 +86,16 @@ def chosen(logits: torch.Tensor, tokens: torch.Tensor, temperatures: Sequence[fl
     if any(temperature != 1 for temperature in temperatures):
         logits = logits / logits.new_tensor(temperatures)[:, None, None]
     return logits.gather(2, tokens.unsqueeze(2)).squeeze(2) - logits.logsumexp(dim=2)
+
+
+def summed_logprob(model: LoadedModel, token_ids: Sequence[int]) -> float:
+    """Of tokens 1.. given their prefix, in fp32 nats, by one plain pass. Raises RequestError."""
+    if len(token_ids) < 2:
+        raise RequestError(f"a score needs at least 2 tokens, got {len(token_ids)}")
+    check_token_ids("score", token_ids, model.facts.vocab_size)
+    inputs = torch.tensor([list(token_ids)], device=torch.device(model.facts.device))
+    logits = model.module(input_ids=inputs, use_cache=False).logits[0, :-1].float()
+    return torch.log_softmax(logits, dim=-1).gather(1, inputs[0, 1:, None]).double().sum().item()
 
 
 @torch.inference_mode()

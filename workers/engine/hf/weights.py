@@ -5,11 +5,14 @@ check files ─▶ score the probe (old weights) ─▶ copy ─▶ score the pr
      └─ fails: nothing was touched                                                        └─ fails: torn
 
 File headers are checked before the first byte is copied; float tensors are cast to the model's dtype.
+
+With room for a second module the new weights go there while the first one decodes, so there is nothing to restore:
+
+check files ─▶ copy ─▶ score the probe ─▶ (standby: prefill) ─▶ exchange the modules between two tokens
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,56 +20,96 @@ import torch
 from safetensors import SafetensorError
 
 from sluice.pipeline.errors import RequestError, TornWeights, WeightsError
-from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.weights.adapter import Adapter
 from sluice.workers.engine.contracts import WeightsProbe
+from sluice.workers.engine.hf.model import LoadedModel
+from sluice.workers.engine.hf.passes import summed_logprob
+from sluice.workers.engine.hf.standby import second_model
 from sluice.workers.engine.weight_files import Layout, LoadedAdapter, open_weights
 
 
 class Weights:
-    """Tracks which directory the module's weights come from; `score` is the module's own."""
+    """Tracks which directory the model's weights come from, and holds the second copy, if there is one."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        directory: Path,
-        score: Callable[[Sequence[int]], float],
-        features: ImageFeatures | None = None,
-    ) -> None:
-        """`features` are the model's, if it sees images: they are dropped unless the vision part stays as it is."""
-        self._module, self._directory, self._score, self._features = module, directory, score, features
+    def __init__(self, model: LoadedModel, directory: Path, second_copy_gb: float | None = 0.0) -> None:
+        """`second_copy_gb`: see `second_model`."""
+        self.model, self._directory, self._limit_gb = model, directory, second_copy_gb
         self._base = directory  # of versions that are adapters
+        self._spare: LoadedModel | None = None
+        self._scored: tuple[tuple[int, ...], float] | None = None  # tokens of a probe and their score, as they are now
+        self._prepared: float | None = None  # score of the second module
         self.torn: TornWeights | None = None  # why they are neither the old nor the new ones
 
     def load(self, directory: Path, probe: WeightsProbe | None) -> None:
-        """Raises WeightsError if the old weights are in place, TornWeights if neither are."""
-        before = None if probe is None or self.torn else self._before(probe)
+        """Load them in place. Raises WeightsError if the old weights are there, TornWeights if neither are."""
+        before = self.before(probe)
+        self._scored = None
         try:
             self._copy(directory)
-            self._prove(directory, probe, before)
+            after = self._proved(self.model, directory, probe, before)
         except TornWeights as error:
             self._restore(error, probe, before)
             raise WeightsError(f"{error}; the weights of {self._directory} were restored") from error
-        self._directory, self.torn = directory, None
+        self._is_now(directory, probe, after)
 
-    def _copy(self, directory: Path) -> None:
-        changed = True
-        try:
-            watched = frozenset() if self._features is None else self._features.names
-            changed = load_weights(self._module, directory, watched, base=self._base)
-        finally:
-            if changed and self._features is not None:
-                self._features.forget()
+    def has_second(self) -> bool:
+        """Whether there is a second module; the first call makes it."""
+        if self._spare is None and self._limit_gb != 0:
+            self._spare = second_model(self.model, self._limit_gb)
+            if self._spare is None:
+                self._limit_gb = 0.0
+        return self._spare is not None
 
-    def _before(self, probe: WeightsProbe) -> float:
+    def prepare(self, directory: Path, probe: WeightsProbe | None, before: float | None) -> LoadedModel:
+        """The second module with these weights, proved; from any thread. Raises WeightsError; nothing else changes."""
+        assert self._spare is not None
         try:
-            return self._score(probe.token_ids)
+            load_weights(self._spare.module, directory, base=self._base)
+            self._prepared = self._proved(self._spare, directory, probe, before)
+        except TornWeights as error:
+            raise WeightsError(f"{error}; the weights of {self._directory} serve on") from error
+        return self._spare
+
+    def exchange(self, directory: Path, probe: WeightsProbe | None) -> None:
+        """What was prepared is in use now."""
+        assert self._spare is not None
+        self.model, self._spare = self._spare, self.model
+        self._is_now(directory, probe, self._prepared)
+
+    def before(self, probe: WeightsProbe | None) -> float | None:
+        """The probe's score under the weights in use. Raises WeightsError."""
+        if probe is None or self.torn is not None:
+            return None
+        if self._scored is not None and self._scored[0] == probe.token_ids:
+            return self._scored[1]
+        try:
+            return summed_logprob(self.model, probe.token_ids)
         except RequestError as error:
             raise WeightsError(f"this engine cannot score the probe of the new weights: {error}") from error
 
-    def _prove(self, directory: Path, probe: WeightsProbe | None, before: float | None) -> None:
-        if probe and (refusal := probe.refusal(directory, before, self._score(probe.token_ids))):
+    def _is_now(self, directory: Path, probe: WeightsProbe | None, score: float | None) -> None:
+        self._directory, self.torn = directory, None
+        self._scored = None if probe is None or score is None else (probe.token_ids, score)
+
+    def _copy(self, directory: Path) -> None:
+        changed, features = True, self.model.features
+        try:
+            watched = frozenset() if features is None else features.names
+            changed = load_weights(self.model.module, directory, watched, base=self._base)
+        finally:
+            if changed and features is not None:
+                features.forget()
+
+    def _proved(
+        self, model: LoadedModel, directory: Path, probe: WeightsProbe | None, before: float | None
+    ) -> float | None:
+        """The probe's score under the new weights. Raises TornWeights if it isn't what was measured."""
+        if probe is None:
+            return None
+        score = summed_logprob(model, probe.token_ids)
+        if refusal := probe.refusal(directory, before, score):
             raise TornWeights(refusal)
+        return score
 
     def _restore(self, cause: TornWeights, probe: WeightsProbe | None, before: float | None) -> None:
         if self.torn is not None:
@@ -77,7 +120,7 @@ class Weights:
             self.torn = TornWeights(f"{cause}; the old weights cannot be restored either: {error}")
             raise self.torn from error
         if probe is not None and before is not None:
-            score = self._score(probe.token_ids)
+            score = summed_logprob(self.model, probe.token_ids)
             if not abs(score - before) <= probe.tolerance:
                 self.torn = TornWeights(
                     f"{cause}; after restoring, {self._directory} scores {score:.4f}, not {before:.4f}"

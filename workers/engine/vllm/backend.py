@@ -13,7 +13,9 @@ vLLM's cache of encoded images is left as it is if the files of both versions ha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -24,6 +26,7 @@ from typing import Any, TypeVar
 
 from sluice.pipeline.config.types import ImagesConfig, ModelConfig, RepeatTerminateConfig, VllmEngineOptions
 from sluice.pipeline.errors import ConfigError, EngineError, RequestError, TornWeights, WeightsError
+from sluice.pipeline.logs import get_logger
 from sluice.pipeline.weights.adapter import Adapter
 from sluice.pipeline.weights.versions import ADAPTER_CONFIG
 from sluice.workers.engine.adapters import OWN, AdapterRoom, Policy, check_whole, checked, is_adapter
@@ -55,12 +58,15 @@ class VllmBackend:
         repeat_terminate: RepeatTerminateConfig | None = None,
         max_images: int = ImagesConfig().max_per_prompt,
         room: AdapterRoom | None = None,
+        max_pause_s: float | None = None,
     ) -> None:
-        """`max_images` of one prompt. `room`: for adapters beside the weights."""
+        """`max_images` of one prompt. `room`: for adapters beside the weights. `max_pause_s`: after new weights,
+        sequences are prefilled in slices of about that time, with tokens in between; None: all at once."""
         if max_batch < 1:
             raise EngineError(f"max_batch must be >= 1, got {max_batch}")
         guard = repeat_terminate or RepeatTerminateConfig()
-        self._engine = Engine(model, options or VllmEngineOptions(), max_batch, version, guard, max_images, room)
+        options = options or VllmEngineOptions()
+        self._engine = Engine(model, options, max_batch, version, guard, max_images, room, max_pause_s)
         self._thread: LoopThread | None = None
         self._closed = False
 
@@ -178,7 +184,9 @@ class Engine:
         repeat_terminate: RepeatTerminateConfig,
         max_images: int,
         room: AdapterRoom | None,
+        max_pause_s: float | None,
     ) -> None:
+        self._max_pause_s = max_pause_s
         self._settings = (model, options, max_batch, repeat_terminate, max_images)
         self._room, self._taken = room, frozenset[str]()  # layers that can have adapters
         self._loading = asyncio.Lock()
@@ -225,7 +233,7 @@ class Engine:
         """Blocks this loop until the model is loaded. Raises ModelError, ConfigError or EngineError."""
         self._log = EngineLog()
         self._engine = start_engine(*self._settings, self._log, room=self._room)
-        sequences = Sequences(self._engine, self.versions[OWN], self._why_dead)
+        sequences = Sequences(self._engine, self.versions[OWN], self._why_dead, self._max_pause_s)
         # vLLM asks its core once; after that, requests are sent without waiting.
         await sequences.or_dead(self._engine.llm.get_supported_tasks())
         await sequences.or_dead(self._engine.llm.update_weight_version(str(self.versions[OWN])))
@@ -246,11 +254,15 @@ class Engine:
             await self.load_adapter(OWN, directory, policy, probe)
             return
         files = await self._weights.checked(directory)
+        begun = time.monotonic()
         async with self.sequences.paused():
             await self._weights.load(directory, files, probe, version)
             self.sequences.loaded = version
             self.sequences.policies.put(OWN, policy)
             self.versions = self.sequences.policies.versions()
+        paused_s = time.monotonic() - begun
+        if self._max_pause_s is not None and paused_s > self._max_pause_s:
+            get_logger().warning("loading alone took longer than weights.max_pause_s", seconds=round(paused_s, 3))
 
     async def load_adapter(self, name: str, directory: Path, policy: Policy, probe: WeightsProbe | None) -> None:
         """`policy` is that of the name from now on, with the directory's adapter. Nothing is paused: vLLM loads it
@@ -381,6 +393,7 @@ class CoreWeights:
         self._engine, self._directory, self._sequences = engine, directory, sequences
         self._vision_digest = vision_digest
         self._base = directory  # of versions that are adapters
+        self._scored: tuple[tuple[int, ...], float] | None = None  # tokens of a probe, and their score as it is now
         self.images_kept = 0
 
     async def checked(self, directory: Path) -> CheckedFiles:
@@ -388,10 +401,13 @@ class CoreWeights:
         return await asyncio.to_thread(self._checked, directory)
 
     def _checked(self, directory: Path) -> CheckedFiles:
+        """Beside the steps, like the reading of the files into the page cache, from where the core takes them."""
         checkpoint, adapter, files = self._engine.checkpoint, None, directory
         if (directory / ADAPTER_CONFIG).is_file():
             files, adapter = self._base, (str(directory), checkpoint.adapted(self._base, directory))
         names = checkpoint.names_for(files)
+        for file in files.glob("*.safetensors"):
+            _read_ahead(file)
         return CheckedFiles(files, names, checkpoint.vision_digest(files) if self._vision_digest else "", adapter)
 
     async def load(self, directory: Path, files: CheckedFiles, probe: WeightsProbe | None, version: int) -> None:
@@ -400,18 +416,23 @@ class CoreWeights:
         Raises WeightsError if the old weights are in place, TornWeights if neither are."""
         score, whole = self._sequences.score_in_pause, self._sequences.torn is None
         before = await self._before(probe) if whole else None
+        self._scored = None
         self._sequences.torn = TornWeights(f"loading {directory} was interrupted; load a version again")
         try:
             same = files.vision_digest != "" and files.vision_digest == self._vision_digest
             await self._copy(files, version, keep_encoded=whole and same)
-            if probe and (refusal := probe.refusal(directory, before, await score(probe.token_ids))):
+            after = None if probe is None else await score(probe.token_ids)
+            if probe is not None and after is not None and (refusal := probe.refusal(directory, before, after)):
                 raise TornWeights(refusal)
         except TornWeights as error:
             await self._restore(error, probe, before, whole=whole)
             raise WeightsError(f"{error}; the weights of {self._directory} were restored") from error
         self._directory, self._vision_digest, self._sequences.torn = directory, files.vision_digest, None
+        self._scored = None if probe is None or after is None else (probe.token_ids, after)
 
     async def _before(self, probe: WeightsProbe | None) -> float | None:
+        if probe is not None and self._scored is not None and self._scored[0] == probe.token_ids:
+            return self._scored[1]  # the weights are the same since
         try:
             return None if probe is None else await self._sequences.score_in_pause(probe.token_ids)
         except RequestError as error:
@@ -457,6 +478,12 @@ class CoreWeights:
             raise TornWeights(f"{directory}: loading the weights failed halfway: {error}") from error
         if not forgotten:
             raise TornWeights(f"{directory}: vLLM still has cache entries computed with other weights")
+
+
+def _read_ahead(file: Path) -> None:
+    """A hint: if it fails, so does the load, with the reason."""
+    with contextlib.suppress(OSError, AttributeError), file.open("rb", buffering=0) as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 class LoopThread:

@@ -2,14 +2,15 @@
 
 | waits | unblocked by |
 |---|---|
-| a decode | its tokens, its abort, a weight load, the core's death; before it is sent, its image, the end of a load |
-| a weight load | the core's answer to its aborts, the end of scores, or the core's death |
+| a decode | its tokens, its abort, a load, the core's death; before that, its image, the end of a load, its turn |
+| a weight load | first tokens since the one before, the core's answer to its aborts, the end of scores, its death |
 | a score | its answer, or the core's death; before it is sent, the end of a weight load |
 
 - A sequence may be sent many times: a weight load takes it out of the core with its tokens so far, and sends the rest
   again. All tokens from one send belong to one version.
 - On a resend, its tokens become the prompt: one prefill under the new weights, which also gives the proximal logprobs
-  of the old version's tokens.
+  of the old version's tokens. Sequences are sent again in slices (`Resubmission`), so that tokens come in between; the
+  next load waits for all of them, or their tokens would miss a version.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from sluice.workers.engine.limits import check_token_ids
 from sluice.workers.engine.plugins.base import check_plugins
 from sluice.workers.engine.running import RunningSequence
 from sluice.workers.engine.vllm.guard import CoreGuard
+from sluice.workers.engine.vllm.resubmission import Resubmission
 from sluice.workers.engine.vllm.startup import StartedEngine
 from sluice.workers.guard.requests import GuardArguments
 
@@ -42,14 +44,17 @@ _DELTA_TOKENS = 16
 class Sequences:
     """Decodes, aborts and scores; `why_dead` says why the core died."""
 
-    def __init__(self, engine: StartedEngine, version: int, why_dead: Callable[[], str]) -> None:
+    def __init__(
+        self, engine: StartedEngine, version: int, why_dead: Callable[[], str], max_pause_s: float | None = None
+    ) -> None:
+        """`max_pause_s`: see `Resubmission`."""
         self.policies = Policies(version)
         self.loaded = version  # of the weights in the core; adapters lie beside them
         self.torn: TornWeights | None = None  # why the weights are neither the old nor the new ones
         self._engine = engine
         self._llm = engine.llm
         self._why_dead = why_dead
-        self._entries = Entries(self._llm.abort, self.or_dead)
+        self._entries = Entries(self._llm.abort, self.or_dead, max_pause_s)
         self._guard: CoreGuard | None = None
         if engine.guard is not None:
             self._guard = CoreGuard(engine.guard, engine.tokenizer, engine.facts.vocab_size, self._call)
@@ -170,6 +175,7 @@ class Sequences:
 
     async def _follow(self, sequence: RunningSequence, entry: Entry, prompt: Any) -> None:
         """Send it and take its tokens until it ends."""
+        entry.sequence = sequence
         while sequence.finish_reason is None:
             await self._admitted(entry)
             if entry.aborted:
@@ -207,6 +213,7 @@ class Sequences:
                     begin = len(sequence.prompt) - 1
                     sequence.score(version, unscored, [scores[begin + token] for token in unscored])
                     unscored = []
+                self._entries.runs(entry)
                 completion = output.outputs[0]
                 final = completion.finish_reason
                 check_version(completion.weight_versions, loaded)
@@ -258,7 +265,9 @@ def _prompt_scores(output: Any) -> list[float]:
 class Entry:
     """One call; `request_id` is None unless vLLM has it."""
 
-    __slots__ = ("aborted", "interrupted", "pausable", "policy", "request_id", "reserved", "seq_key")
+    __slots__ = (
+        "aborted", "interrupted", "pausable", "policy", "request_id", "reserved", "seq_key", "sequence", "turn",
+    )  # fmt: skip
 
     def __init__(self, seq_key: str, *, pausable: bool) -> None:
         self.seq_key = seq_key
@@ -266,6 +275,8 @@ class Entry:
         self.request_id: str | None = None
         self.policy: Policy | None = None  # under which it was sent last
         self.reserved: tuple[int, float] | None = None  # (token, logprob): the repeat guard's id was sampled
+        self.sequence: RunningSequence | None = None
+        self.turn = asyncio.Event()  # it may be sent again after a pause, or was aborted
         self.aborted = False
         self.interrupted = False  # taken out of the core for a pause, or a new version of its adapter
 
@@ -274,9 +285,15 @@ class Entries:
     """All calls of one engine; `abort` takes requests out of the core, keeping their tokens."""
 
     def __init__(
-        self, abort: Callable[[list[str]], Awaitable[None]], or_dead: Callable[[Awaitable[None]], Awaitable[None]]
+        self,
+        abort: Callable[[list[str]], Awaitable[None]],
+        or_dead: Callable[[Awaitable[Any]], Awaitable[Any]],
+        max_pause_s: float | None = None,
     ) -> None:
         """`or_dead` waits only while the core lives."""
+        self._back: Resubmission[Entry] = Resubmission(max_pause_s, self._take_turns)
+        self._all_back = asyncio.Event()
+        self._all_back.set()
         self._abort, self._or_dead = abort, or_dead
         self._entries: set[Entry] = set()
         self._changed = asyncio.Condition()
@@ -303,12 +320,29 @@ class Entries:
             yield entry
         finally:
             self._entries.discard(entry)
+            self.runs(entry)
 
     async def admitted(self, entry: Entry) -> None:
         """Return when it may be sent, or was aborted in a pause; then send it without awaiting anything."""
-        if self._paused:
-            async with self._changed:
-                await self._changed.wait_for(lambda: entry.aborted or not self._paused)
+        while not entry.aborted:
+            if self._paused:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: entry.aborted or not self._paused)
+            elif self._back.waits(entry):
+                await entry.turn.wait()
+            else:
+                return
+
+    def runs(self, entry: Entry) -> None:
+        """It has a token since the pause, or ends: the others of its slice count."""
+        self._back.runs(entry)
+        if self._back.is_over:
+            self._all_back.set()
+
+    def _take_turns(self) -> None:
+        for entry in self._entries:
+            if not self._back.waits(entry):
+                entry.turn.set()
 
     @contextlib.asynccontextmanager
     async def sent(self, entry: Entry, policy: Policy) -> AsyncIterator[str]:
@@ -327,6 +361,7 @@ class Entries:
         found = [entry for entry in self._entries if entry.seq_key == seq_key]
         for entry in found:
             entry.aborted = True
+            entry.turn.set()
         await self._take_out(found)
         async with self._changed:
             self._changed.notify_all()
@@ -334,11 +369,13 @@ class Entries:
     @contextlib.asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """A period in which the core has nothing: sequences are taken out of it, and nothing is sent."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._paused)
-            self._paused = True
+        while not self._all_back.is_set() or self._paused:
+            await self._or_dead(self._all_back.wait())
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._paused)
+        self._paused = True
+        pausable = [entry for entry in self._entries if entry.pausable and entry.request_id is not None]
         try:
-            pausable = [entry for entry in self._entries if entry.pausable and entry.request_id is not None]
             for entry in pausable:
                 entry.interrupted = True
             await self._take_out(pausable)
@@ -347,6 +384,7 @@ class Entries:
         finally:
             self._paused = False
             self.beat()
+            self._begin_turns([entry for entry in pausable if entry in self._entries and not entry.aborted])
             async with self._changed:
                 self._changed.notify_all()
 
@@ -365,6 +403,15 @@ class Entries:
             await self._or_dead(self._until(lambda: not its()))
         finally:
             self._leaving -= 1
+
+    def _begin_turns(self, entries: Sequence[Entry]) -> None:
+        tokens = {entry: len(entry.sequence.context) for entry in entries if entry.sequence is not None}
+        if not tokens:
+            return
+        for entry in tokens:
+            entry.turn.clear()
+        self._all_back.clear()
+        self._back.begin(tokens)
 
     async def _nothing_sent(self) -> None:
         await self._until(lambda: all(entry.request_id is None for entry in self._entries))
