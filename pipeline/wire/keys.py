@@ -19,7 +19,7 @@ SCORE_GROUP = "scorers"
 
 _TYPES = {
     "zset": ("jobs", "leases", "alone", "alone:turns", "rollouts", "aborts"),
-    "hash": ("counts", "versions", "source", "processes"),
+    "hash": ("counts", "versions", "source", "processes", "responses"),
     "stream": ("results", "batches", "dlq", "dropped", "score:jobs", "evaluated"),
     "string": ("latest", "metrics", "owner", "state", "watch", "sweep", "contract", "incarnation", "evaluation"),
     "list": ("wake", "score:answers"),
@@ -92,6 +92,9 @@ class Keys:
         # + rollout id → hash: state (open | closed), head, stream, g, i, n, bytes, turns (how many), turn:<place>,
         # t:<turn key> (its place); if closed only state, g, i, n, and it expires
         self.rollout = f"{self.prefix}rollout:"
+        # + conversation → hash: m:<digest> (a message and the digest before it), r:<response> (digest of its answer),
+        # rollout; expires
+        self.responses = f"{self.prefix}responses:"
         self.metrics = f"{self.prefix}metrics"  # string: newest metrics record
         # + role → nonce of the one process that has the role; + :last → the newest that had it
         self.owner = f"{self.prefix}owner:"

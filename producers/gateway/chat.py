@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -157,7 +157,9 @@ class Chat:
             flow = self._turn(call, call.rollout_id, plan, sampling, until, taken)
         async with aclosing(flow) as events:
             async for event in events:
-                if call.stream or isinstance(event, Answer):
+                if isinstance(event, Answer):
+                    yield replace(event, asked=taken.messages)
+                elif call.stream:
                     yield event
 
     async def token_events(

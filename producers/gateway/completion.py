@@ -140,11 +140,24 @@ class Answer:
     results: Sequence[SequenceResult]
     messages: Sequence[Message]
     rollout: dict[str, Any] | None = None  # rollout_id, turn, parent, resynced
+    asked: Sequence[Message] = ()  # the messages it answers, as they are kept: images by digest
 
     def completion(self, *, logprobs: NameToken | None) -> dict[str, Any]:
         """The whole answer."""
         made = chat_completion(self.results, model=self.model, logprobs=logprobs, messages=self.messages)
         return made if self.rollout is None else {**made, "rollout": self.rollout}
+
+
+def own_fields(answer: Answer) -> dict[str, Any]:
+    """The fields that only we have, named as in a chat completion."""
+    [result] = answer.results
+    own: dict[str, Any] = {
+        "system_fingerprint": fingerprint(result),
+        "prompt_token_ids": list(result.prompt_token_ids),
+        "token_ids": list(result.token_ids),
+        "logprobs": list(result.logprobs),
+    }
+    return own if answer.rollout is None else {**own, "rollout": answer.rollout}
 
 
 class Chunks:

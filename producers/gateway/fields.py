@@ -235,6 +235,7 @@ MESSAGES_TOOL: Mapping[str, Rule] = {
 RESPONSES: Mapping[str, Rule] = {
     **{name: rule for name, rule in _OPENAI_STYLE.items() if name not in ("best_of", "request_id", "response_format")},
     "access_programs": LABEL,
+    "chat_template_kwargs": CHAT["chat_template_kwargs"],
     "background": Rule("an answer is sent to its call", (False,)),
     "context_management": Rule("the conversation is rendered as it is sent", ([],)),
     "conversation": Rule("conversations go on by previous_response_id", instead="send that"),
@@ -272,6 +273,8 @@ ITEM: Mapping[str, Rule] = {
     "id": LABEL,
     "logprobs": LABEL,  # of an earlier answer
     "namespace": Rule("tools have no namespaces"),
+    "parsed": LABEL,  # the openai package adds its own reading of the text and of the arguments
+    "parsed_arguments": LABEL,
     "phase": LABEL,
     "prompt_cache_breakpoint": LABEL,
     "status": LABEL,

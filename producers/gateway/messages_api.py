@@ -26,7 +26,7 @@ from starlette.types import Message as AsgiMessage
 
 from sluice.pipeline.wire.messages import Message, SamplingParams, TokenDelta
 from sluice.producers.gateway import fields
-from sluice.producers.gateway.completion import Answer, TextStream, fingerprint, finish_reason, texts, usage
+from sluice.producers.gateway.completion import Answer, TextStream, finish_reason, own_fields, texts, usage
 from sluice.producers.gateway.fields import ListedSchema
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.requests import ChatCall, SamplingOptions, check_can_travel
@@ -341,7 +341,7 @@ class MessagesAnswer:
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Anthropic's message, with our own fields of a chat completion."""
-        return self._message(blocks_of(answer.messages[0]), self._end(answer), _usage(answer)) | extras(answer)
+        return self._message(blocks_of(answer.messages[0]), self._end(answer), _usage(answer)) | own_fields(answer)
 
     async def events(self, source: AsyncIterator[TokenDelta | Answer]) -> AsyncIterator[bytes]:
         """Bytes to send; exceptions of `source` pass through. The last but one has our own fields."""
@@ -367,7 +367,7 @@ class MessagesAnswer:
             elif not shows_text:
                 yield event("content_block_start", index=index, content_block={"type": "text", "text": ""})
             yield event("content_block_stop", index=index)
-        yield event("message_delta", delta=self._end(answer), usage=_usage(answer), **extras(answer))
+        yield event("message_delta", delta=self._end(answer), usage=_usage(answer), **own_fields(answer))
         yield event("message_stop")
 
     def _message(self, content: list[JsonObject], end: JsonObject, counts: JsonObject) -> dict[str, Any]:
@@ -401,18 +401,6 @@ def blocks_of(message: Message) -> list[JsonObject]:
 def _usage(answer: Answer) -> dict[str, int]:
     counts = usage(answer.results)
     return {"input_tokens": counts["prompt_tokens"], "output_tokens": counts["completion_tokens"]}
-
-
-def extras(answer: Answer) -> dict[str, Any]:
-    """The fields that only we have, named as in a chat completion."""
-    [result] = answer.results
-    own: dict[str, Any] = {
-        "system_fingerprint": fingerprint(result),
-        "prompt_token_ids": list(result.prompt_token_ids),
-        "token_ids": list(result.token_ids),
-        "logprobs": list(result.logprobs),
-    }
-    return own if answer.rollout is None else {**own, "rollout": answer.rollout}
 
 
 def event(kind: str, **fields: Any) -> bytes:

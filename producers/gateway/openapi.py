@@ -19,7 +19,7 @@ _CALL = {
     "function": {"name": "multiply", "arguments": '{"a": 15, "b": 23}'},
 }
 _NUMBER = {"type": "number"}
-_MULTIPLY = {
+_MULTIPLY: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "multiply",
@@ -152,6 +152,46 @@ def _answer_of(description: str, whole: dict[str, Any], events: str) -> dict[int
     content = {_JSON: {"schema": _OBJECT, "example": whole}, "text/event-stream": streamed}
     return {200: {"description": description, "content": content}}
 
+
+RESPONSES_EXAMPLES: dict[str, Example] = {
+    "response": {"summary": "A response.", "value": {"input": _ASKED["content"], "max_output_tokens": 256}},
+    "tool": {
+        "summary": "What a tool answered; the conversation is the stored one.",
+        "value": {
+            "previous_response_id": "resp_9f2c",
+            "input": [{"type": "function_call_output", "call_id": "call_9f2c_0", "output": "345"}],
+            "tools": [{"type": "function", **_MULTIPLY["function"]}],
+        },
+    },
+}
+
+RESPONSES = _answer_of(
+    "OpenAI's response, with the token ids of the prompt and the answer. With `stream` it is sent as OpenAI's events; "
+    "the last one has the whole response.",
+    {
+        "id": "resp_9f2c",
+        "object": "response",
+        "created_at": 1795200000,
+        "status": "completed",
+        "model": "default",
+        "output": [
+            {
+                "type": "message",
+                "id": "msg_9f2c",
+                "role": "assistant",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": "345", "annotations": [], "logprobs": []}],
+            }
+        ],
+        "usage": {"input_tokens": 4, "output_tokens": 2, "total_tokens": 6},
+        "system_fingerprint": "v3",
+        "prompt_token_ids": [11, 27, 30, 9],
+        "token_ids": [45, 8],
+        "logprobs": [-0.02, -0.11],
+    },
+    'event: response.created\ndata: {"type":"response.created",…}\n\n…\n\n'
+    'event: response.completed\ndata: {"type":"response.completed","response":{…}}\n',
+)
 
 MESSAGES = _answer_of(
     "Anthropic's message, with the token ids of the prompt and the answer. With `stream` it is sent as Anthropic's "

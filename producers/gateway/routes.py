@@ -23,6 +23,7 @@ from sluice.producers.gateway.messages_api import MessagesRequest
 from sluice.producers.gateway.openapi import CHAT, CHAT_EXAMPLES, INFER, INFER_BODY, errors
 from sluice.producers.gateway.refusals import Refusal, closed
 from sluice.producers.gateway.requests import ChatRequest, FinishRequest, OpenRequest
+from sluice.producers.gateway.responses_api import ResponsesRequest
 from sluice.producers.gateway.service import Service, unless_gone
 from sluice.producers.gateway.token_requests import CompletionRequest, GenerateRequest
 from sluice.producers.gateway.trajectory import Verdict
@@ -116,14 +117,21 @@ def _add_chat(router: APIRouter, service: Service) -> None:
         return await _chat(service, in_rollout(body, header=x_rollout_id, url=rollout_id), request)
 
 
-_RequestT = TypeVar("_RequestT", ChatRequest, CompletionRequest, GenerateRequest, MessagesRequest)
+_RequestT = TypeVar("_RequestT", ChatRequest, CompletionRequest, GenerateRequest, MessagesRequest, ResponsesRequest)
 
 
-def in_rollout(body: _RequestT, *, header: str | None = None, url: str | None = None) -> _RequestT:
-    """The request with the rollout that its URL, header or body names. Raises Refusal (400) if they differ."""
-    named = {name for name in (url, header, body.rollout_id) if name is not None}
+def in_rollout(
+    body: _RequestT, *, header: str | None = None, url: str | None = None, conversation: str | None = None
+) -> _RequestT:
+    """The request with the rollout that its URL, header, body or earlier response names.
+
+    Raises Refusal (400) if they differ.
+    """
+    named = {name for name in (url, header, body.rollout_id, conversation) if name is not None}
     if len(named) > 1:
         message = "rollout_id: the URL, the header X-Rollout-Id and the body name different rollouts; send one"
+        if conversation is not None:
+            message = "rollout_id: previous_response_id is of another rollout; send the conversation as input"
         raise Refusal(400, message, "rollout_id")
     return body.model_copy(update={"rollout_id": named.pop()}) if named else body
 

@@ -26,6 +26,7 @@ from sluice.producers.gateway.images import RequestImages
 from sluice.producers.gateway.infer import Inference
 from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.refusals import Refusal
+from sluice.producers.gateway.stored_responses import StoredResponses
 from sluice.producers.gateway.tool_calls import load_tool_parser
 from sluice.producers.gateway.trajectory import Closing
 from sluice.producers.tokenizer import text_decoder, token_namer
@@ -46,6 +47,7 @@ class Service:
     closing: Closing
     inference: Inference
     images: RequestImages
+    responses: StoredResponses
     gate: Gate
     metrics: Metrics
     limits: Limits
@@ -92,6 +94,7 @@ def make_service(
         closing=Closing(rollouts, metrics),
         inference=Inference(config, replies.name, decoding, images),
         images=images,
+        responses=StoredResponses(client, keys, gateway.rollout_ttl_s),
         gate=Gate(gateway.max_requests, metrics),
         limits=Limits.of_model(config.model.path, images=config.images.max_per_prompt, data_urls=True),
         renderer=renderer,

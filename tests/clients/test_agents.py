@@ -26,6 +26,7 @@ from tests.tool_models import tool_model
 TALKS = Path(__file__).parent / "talks"
 CLIENTS = {
     "anthropic_talk.py": ("anthropic",),
+    "openai_responses_talk.py": ("openai",),
     "litellm_talk.py": ("litellm", "mcp"),
     "langchain_talk.py": ("langchain-openai",),
     "openai_agents_talk.py": ("openai-agents",),

@@ -1,4 +1,4 @@
-"""Anthropic's messages over a real broker, worker and HTTP server, by its own client."""
+"""Anthropic's messages and OpenAI's responses over a real broker, worker and HTTP server, by their own clients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 from transformers import AutoTokenizer
 
 from sluice.pipeline.config.types import BrokerConfig, Config
@@ -15,7 +16,7 @@ from sluice.pipeline.wire.keys import Keys
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
 from tests.integration.gateway.agents import CALLING, agents_config, assert_trajectory
-from tests.integration.gateway.harness import USER, Gateway, published, serving
+from tests.integration.gateway.harness import USER, Gateway, published, serving, user
 from tests.tool_models import tool_model
 
 TWO_CALLS = CALLING[0]
@@ -108,6 +109,112 @@ async def test_an_anthropic_tool_loop_is_one_trajectory_whole_and_streamed(
 def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
     """Call ids name the rollout's turn, which is the same in both; `json` compares numbers as they are written."""
     return json.loads(json.dumps(answer))
+
+
+OF_OPENAI: list[Any] = [{"type": "function", "name": name, "parameters": NUMBERS, "strict": False} for name in RUN]
+
+
+async def responses_loop(client: Any, rollout_id: str, *, stream: bool, stored: bool) -> list[Any]:
+    """The answers, until one calls no tool: by the stored conversation, or with all items sent again."""
+    items: list[Any] = [{"role": "user", "content": TWO_CALLS.prompt}]
+    answers: list[Any] = []
+    while not answers or answers[-1].output[-1].type == "function_call":
+        asked: Any = {"model": "policy", "max_output_tokens": 40, "input": items, "tools": OF_OPENAI}
+        if answers and stored:
+            asked |= {"previous_response_id": answers[-1].id}
+        else:
+            asked |= {"store": stored, "extra_headers": {"X-Rollout-Id": rollout_id}}
+        if stream:
+            async with client.responses.stream(**asked) as events:
+                answers.append(await events.get_final_response())
+        else:
+            answers.append(await client.responses.create(**asked))
+        said = answers[-1].output
+        results = [
+            {
+                "type": "function_call_output",
+                "call_id": item.call_id,
+                "output": str(RUN[item.name](**json.loads(item.arguments))),
+            }
+            for item in said
+            if item.type == "function_call"
+        ]
+        items = results if stored else [*items, *(item.to_dict() for item in said), *results]
+        assert len(answers) < 6
+    return answers
+
+
+def of_response(answer: Any) -> dict[str, Any]:
+    """Without what names the call."""
+    whole = answer.to_dict()
+    ids = ("id", "created_at", "previous_response_id", "store", "rollout", "logprobs")
+    items = [{name: value for name, value in item.items() if name not in ("id", "call_id", "parsed_arguments")}
+             for item in whole["output"]]  # fmt: skip
+    return {name: value for name, value in whole.items() if name not in ids} | {"output": items}
+
+
+async def test_responses_are_one_trajectory_stored_or_sent_again_whole_or_streamed(
+    config: Config, backend: HfBackend, client: Any, keys: Keys, codec: Any
+) -> None:
+    ways = {f"{stream:d}{stored:d}": (stream, stored) for stream in (False, True) for stored in (False, True)}
+    async with serving(config, backend) as gateway:
+        found = {
+            name: await responses_loop(gateway.openai, name, stream=stream, stored=stored)
+            for name, (stream, stored) in ways.items()
+        }
+        for answers in found.values():
+            assert [one.status for one in answers] == ["completed"] * 3
+            assert answers[-1].output_text == TWO_CALLS.answer
+            assert [of_response(one)["token_ids"] for one in answers] == [
+                of_response(one)["token_ids"] for one in found["00"]
+            ]
+            for one in answers:
+                assert one.usage.output_tokens == len(one.token_ids) == len(one.logprobs)
+        for name in ways:
+            assert (await gateway.finish(name))[1]["parts"] == 1, "a turn of it was not recognised"
+    results = {result.seq_id: result for result in await published(client, keys)}
+    assert results.keys() == ways.keys()
+    for result in results.values():
+        assert_trajectory(result, TWO_CALLS, codec)
+
+
+async def test_a_stored_conversation_goes_on_at_another_gateway_and_forks(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    async with serving(config, backend) as gateway:
+        openai: Any = gateway.openai
+        asked: Any = {"model": "policy", "max_output_tokens": 6}
+        first = await openai.responses.create(**asked, input="hello", instructions="Be brief.")
+        second = await openai.responses.create(**asked, input="go on", previous_response_id=first.id)
+    async with serving(config, backend) as other:
+        openai = other.openai
+        again = await openai.responses.create(**asked, input="go on", previous_response_id=first.id)
+        assert again.id != second.id
+        assert again.to_dict()["prompt_token_ids"] == second.to_dict()["prompt_token_ids"]
+        text = first.output_text
+        chat = await other.chat([user("hello"), {"role": "assistant", "content": text}, user("go on")], max_tokens=6)
+        assert chat["prompt_token_ids"] == second.to_dict()["prompt_token_ids"], "instructions are of one call"
+        await client.delete(f"{keys.responses}{first.id[5:29]}")
+        with pytest.raises(BadRequestError) as gone:
+            await openai.responses.create(**asked, input="a", previous_response_id=second.id)
+        assert gone.value.code == "previous_response_not_found"
+
+
+async def test_a_response_is_not_stored_in_another_rollout_or_without_store(config: Config, backend: HfBackend) -> None:
+    async with serving(config, backend) as gateway:
+        openai: Any = gateway.openai
+        asked: Any = {"model": "policy", "input": "hello", "max_output_tokens": 4}
+        first = await openai.responses.create(**asked, extra_body={"rollout_id": "a"})
+        repeat = await openai.responses.create(**asked, extra_body={"rollout_id": "a"})
+        assert (repeat.id, repeat.output) == (first.id, first.output)
+        unstored = await openai.responses.create(**asked, store=False)
+        for more in (
+            {"previous_response_id": first.id, "extra_body": {"rollout_id": "b"}},
+            {"previous_response_id": unstored.id},
+            {"previous_response_id": "resp_1"},
+        ):
+            with pytest.raises(BadRequestError):
+                await openai.responses.create(**asked, **more)
 
 
 async def test_a_message_and_a_chat_of_one_rollout_are_turns_of_each_other(config: Config, backend: HfBackend) -> None:

@@ -8,6 +8,16 @@ import msgspec
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsStreaming as CompletionParams
+from openai.types.responses import (
+    EasyInputMessageParam,
+    FunctionToolParam,
+    ResponseFunctionToolCallParam,
+    ResponseInputTextParam,
+    ResponseOutputMessageParam,
+    ResponseOutputTextParam,
+)
+from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as ResponseParams
+from openai.types.responses.response_input_param import FunctionCallOutput
 from pydantic import ValidationError
 
 from sluice.producers.gateway import fields
@@ -23,6 +33,14 @@ from sluice.producers.gateway.messages_api import (
 )
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.requests import ChatRequest, FinishRequest, OpenRequest, StreamOptions
+from sluice.producers.gateway.responses_api import (
+    CallItem,
+    MessageItem,
+    OutputItem,
+    ResponsesRequest,
+    ResponseTool,
+    TextPart,
+)
 from sluice.producers.gateway.token_requests import (
     CompletionRequest,
     DetokenizeRequest,
@@ -45,6 +63,17 @@ def names(theirs: Any) -> set[str]:
 def test_every_field_of_openais_parameters_is_known() -> None:
     assert names(ChatParams) <= known(ChatRequest)
     assert names(CompletionParams) <= known(CompletionRequest)
+    for theirs, ours in (
+        (ResponseParams, ResponsesRequest),
+        (EasyInputMessageParam, MessageItem),
+        (ResponseOutputMessageParam, MessageItem),
+        (ResponseFunctionToolCallParam, CallItem),
+        (FunctionCallOutput, OutputItem),
+        (ResponseInputTextParam, TextPart),
+        (ResponseOutputTextParam, TextPart),
+        (FunctionToolParam, ResponseTool),
+    ):
+        assert names(theirs) <= known(ours), theirs
 
 
 def test_every_field_of_anthropics_parameters_is_known() -> None:
@@ -71,6 +100,7 @@ def test_every_field_of_vllms_requests_is_known() -> None:
     from vllm.entrypoints.generate.base.protocol import StreamOptions as TheirStreamOptions
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest as TheirCompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as TheirResponsesRequest
     from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest as TheirGenerateRequest
     from vllm.entrypoints.serve.tokenize.protocol import (
         DetokenizeRequest as TheirDetokenizeRequest,
@@ -82,6 +112,7 @@ def test_every_field_of_vllms_requests_is_known() -> None:
         (ChatCompletionRequest, ChatRequest),
         (TheirStreamOptions, StreamOptions),
         (AnthropicMessagesRequest, MessagesRequest),
+        (TheirResponsesRequest, ResponsesRequest),
         (TheirCompletionRequest, CompletionRequest),
         (TheirGenerateRequest, GenerateRequest),
         (SamplingParams, GenerateSampling),
@@ -176,6 +207,12 @@ def test_a_prompt_is_text_or_ids(prompt: Any) -> None:
         CountRequest,
         ApiTool,
         ToolResultBlock,
+        ResponsesRequest,
+        ResponseTool,
+        MessageItem,
+        CallItem,
+        OutputItem,
+        TextPart,
     ],
 )
 def test_no_field_is_both_served_and_refused(request_class: type[ListedSchema]) -> None:
@@ -187,6 +224,9 @@ def test_every_refusal_has_a_reason() -> None:
         fields.MESSAGES,
         fields.MESSAGES_TOOL,
         fields.BLOCK,
+        fields.RESPONSES,
+        fields.RESPONSES_TOOL,
+        fields.ITEM,
         fields.CHAT,
         fields.STREAM,
         fields.COMPLETION,
