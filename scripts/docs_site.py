@@ -31,6 +31,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "engine",
         "generate",
         "policy",
+        "weights",
         "evaluation",
         "repeat-termination",
         "training-distributed",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sluice.pipeline.errors import WeightsError
+from sluice.pipeline.weights.shared_memory import MEMORY
 from sluice.pipeline.weights.versions import digest_of
 from tests.chaos.blows import seeded
 from tests.e2e.fixtures import MakeStack, detection_rows
@@ -23,9 +24,10 @@ def start_all_but_the_trainer(stack: Stack) -> None:
         stack.start(role)
 
 
-def test_killed_at_random_moments(make_stack: MakeStack) -> None:
+@pytest.mark.parametrize("transport", ["directory", "engine"])
+def test_killed_at_random_moments(make_stack: MakeStack, transport: str) -> None:
     dice = seeded()
-    stack = make_stack(detection_rows(104))
+    stack = make_stack(detection_rows(104), weights={"transport": transport})
     start_all_but_the_trainer(stack)
     seen: dict[int, str] = {}
     for goal in (8, 56):
@@ -36,10 +38,18 @@ def test_killed_at_random_moments(make_stack: MakeStack) -> None:
         assert seen.items() <= stack.digests().items(), "a version number has two digests"
         seen = stack.digests()
     stack.start("train")
+    if transport == "engine":
+        stack.wait(lambda now: len(in_memory(stack)) == 2, "the trainer and its worker to have memory")
     stack.finish()
     assert seen.items() <= stack.digests().items(), "a version number has two digests"
     stack.assert_exactly_once()
     assert not stack.litter()
+    assert not in_memory(stack), "what killed trainers left is gone as well"
+
+
+def in_memory(stack: Stack) -> list[Path]:
+    """The processes of this run that have versions in shared memory."""
+    return [path.parent for path in MEMORY.glob(f"sluice-{stack.run}-*/owner")]
 
 
 def die_between_checkpoint_and_publish(stack: Stack) -> Path:
