@@ -31,7 +31,6 @@ PATHS: dict[str, tuple[str, ...]] = {
         "engine",
         "generate",
         "policy",
-        "weights",
         "evaluation",
         "repeat-termination",
         "training-distributed",

@@ -200,9 +200,9 @@ def _weights(config: Config) -> list[tuple[bool, str]]:
     shown = parts._replace(netloc=parts.netloc.rsplit("@", 1)[-1], query="", fragment="").geturl()
     return [
         (
-            weights.transport in ("store", "delta"),
-            f"{key} {shown} with weights.transport {weights.transport} has no effect: set the transport to store or "
-            "delta, or remove the URL",
+            weights.transport != "directory",
+            f"{key} {shown} with weights.transport {weights.transport} has no effect: set the transport to store, "
+            "delta or engine, or remove the URL",
         ),
         (
             re.fullmatch(r"(s3|s3a|gs|gcs|file|memory)", parts.scheme) is not None and "::" not in url,

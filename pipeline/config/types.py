@@ -428,7 +428,7 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     transport: Literal["directory", "store", "delta", "engine"] = (
         "directory"  # to the workers; docs/weights.md: when which
     )
-    store_url: str | None = None  # of store and delta: s3://bucket/folder, gs://…, file:///…; null: delta in run_dir
+    store_url: str | None = None  # of all but directory: s3://bucket/folder, gs://…, file:///…; null: in run_dir
     store_timeout_s: float = 60.0  # a transfer without progress is tried again for this long
     anchor_every: int = 10  # of delta: every so many versions one is whole; a late worker loads it and what followed
     cache_gb: float = 100.0  # of store and delta: most that a host keeps of versions; at least two have to fit

@@ -6,9 +6,9 @@
 | transport   | publish                                    | fetch                                           |
 |-------------|--------------------------------------------|-------------------------------------------------|
 | `directory` | a directory in the run's, which all share  | that directory, verified once per host          |
-| `engine`    | the same, and a copy in shared memory      | on that host the copy, verified; else the same  |
 | `store`     | that one, and a copy in an object store    | a copy in this host's cache                     |
 | `delta`     | the same, most versions as what changed    | the same, made from the last one or an anchor   |
+| `engine`    | as one of those, and in shared memory      | the copy in memory, verified; elsewhere as that |
 
 A carrier ends in a directory of the hub's layout (or an adapter's) whose digests are those of the manifest. Backends
 never know which carrier brought it. Its methods block: call them in a thread.
@@ -62,12 +62,13 @@ class Carrier(Protocol):
 
 def carrier_of(config: Config, tell: Callable[..., None] = lambda **_: None) -> Carrier:
     """The one that the run uses, on whichever host this is; `tell` gets facts about it, from any thread."""
-    base = Path(config.model.path)
-    if config.weights.transport in ("store", "delta"):
-        return _store(config, base)
-    verified = Verified(host_cache(config) / "verified", wait_s=config.weights.load_timeout_s)
-    durable = Directory(Path(config.run_dir) / config.run / "weights", base, verified)
-    return SharedMemory(durable, config.run, base, tell) if config.weights.transport == "engine" else durable
+    base, transport = Path(config.model.path), config.weights.transport
+    if transport in ("store", "delta") or (transport == "engine" and config.weights.store_url):
+        durable = _store(config, base)
+    else:
+        verified = Verified(host_cache(config) / "verified", wait_s=config.weights.load_timeout_s)
+        durable = Directory(Path(config.run_dir) / config.run / "weights", base, verified)
+    return SharedMemory(durable, config.run, base, tell) if transport == "engine" else durable
 
 
 def _store(config: Config, base: Path) -> Carrier:

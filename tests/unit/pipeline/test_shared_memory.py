@@ -17,7 +17,10 @@ from safetensors.numpy import load_file, save_file
 
 from sluice.pipeline.errors import WeightsError
 from sluice.pipeline.weights.carriers import Directory, SharedMemory
+from sluice.pipeline.weights.host_cache import HostCache
+from sluice.pipeline.weights.object_store import ObjectStore
 from sluice.pipeline.weights.shared_memory import Segments, sweep
+from sluice.pipeline.weights.store import Store
 from sluice.pipeline.weights.versions import digest_of
 from sluice.pipeline.wire.messages import WeightVersion
 from tests.unit.pipeline.test_weights import model_dir
@@ -68,6 +71,28 @@ def test_a_version_comes_from_memory_and_is_durable_as_well(ends: Ends) -> None:
     assert ends.is_memory(ends.fetch(1))
     assert Directory(ends.root / "weights").fetch(version) == Path(version.path)
     assert ends.facts == {}
+
+
+def test_it_rides_on_a_store_for_other_hosts(tmp_path: Path) -> None:
+    ends = Ends(tmp_path)
+
+    def store(host: str) -> Store:
+        root = tmp_path / ("weights" if host == "trainer" else "nothing-here")
+        cache = HostCache(tmp_path / f"cache-{host}", 1 << 30, wait_s=20.0)
+        return Store(root, ObjectStore((tmp_path / "store").as_uri(), quiet_s=20.0), cache)
+
+    ends.trainer, ends.worker = (SharedMemory(store(host), RUN, root=ends.memory) for host in ("trainer", "worker"))
+    elsewhere = SharedMemory(store("elsewhere"), RUN, root=tmp_path / "memory-elsewhere")
+    first, second = ends.publish(1), ends.publish(2)
+    for version in (1, 2):
+        assert ends.is_memory(ends.fetch(version))
+        ends.worker.keep(ends.published[version])
+    found = elsewhere.fetch(second)
+    elsewhere.keep(second)
+    assert found.is_relative_to(tmp_path / "cache-elsewhere")
+    ends.trainer.close()
+    assert ends.fetch(1).is_relative_to(tmp_path / "cache-worker"), "as a late joiner"
+    ends.worker.keep(first)
 
 
 def test_an_adapter_comes_with_its_configuration(ends: Ends) -> None:
