@@ -273,6 +273,29 @@ def truth(
         finish(found, as_json=json)
 
 
+@app.command
+def weights(
+    *,
+    json: AsJson = False,
+    layers: Annotated[int, Parameter(help="Of a random Qwen3; 28 of 1024 with the whole vocabulary: 0.6 B.")] = 28,
+    hidden: Annotated[int, Parameter(help="Its width.")] = 1024,
+    vocab: Annotated[int, Parameter(help="Its tokens.")] = 151_936,
+    steps: Annotated[int, Parameter(help="Versions whose deltas are weighed.")] = 10,
+    rounds: Annotated[int, Parameter(help="Versions that travel over each link.")] = 3,
+    threads: Annotated[int, Parameter(help="Threads for torch.")] = 2,
+    quick: Quick = False,
+) -> None:
+    """What a version weighs by carrier, and how long a delta takes over a link of 100, 500 and 2000 Mbit/s.
+
+    Ten Adam steps at 1e-6 on real losses, then versions in bfloat16: delta_share is the compressed delta over the whole
+    bytes. vs_copy.delta is the time from the optimiser's step to the version in an hf module, over a copy of the whole
+    bytes at the link's rate. The link is held by sleeping. 0.6 B parameters need 16 GiB of memory and 15 GB of disk.
+
+    Example: `sluice bench weights --layers 8 --json`
+    """
+    _run("weights.measure", locals())
+
+
 def _run(bench: str, options: dict[str, Any]) -> None:
     """Measure what these options plan; a benchmark is imported when it runs."""
     from sluice.bench.harness import finish, run

@@ -89,6 +89,10 @@ class WeightsError(SluiceError):
     exit_code = 6
 
 
+class WeightsAway(WeightsError):
+    """The store of versions didn't answer in time; the version itself may be whole."""
+
+
 class TornWeights(WeightsError):
     """A load failed halfway: the model is neither the old version nor the new one and must not decode."""
 

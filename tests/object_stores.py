@@ -15,9 +15,9 @@ BUCKET = "sluice"
 
 
 @contextmanager
-def s3_server() -> Iterator[str]:
-    """Its address; a bucket is there."""
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+def s3_server(port: int = 0) -> Iterator[str]:
+    """Its address. What is stored outlives it, as long as this process."""
+    server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
     server.start()
     try:
         host, port = server.get_host_and_port()

@@ -9,11 +9,12 @@ too: an engine that computes this architecture differently from the trainer ends
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from pathlib import Path
 
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import ModelError, TornWeights, WeightsError
+from sluice.pipeline.errors import ModelError, TornWeights, WeightsAway, WeightsError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.role import Role
 from sluice.pipeline.weights.carriers import carrier_of
@@ -22,6 +23,7 @@ from sluice.pipeline.wire.messages import WeightVersion
 from sluice.pipeline.wire.tokens import Runs
 from sluice.workers.engine.contracts import Backend, WeightsProbe
 
+_AGAIN = 5  # times weights.store_timeout_s, for which no job is claimed
 _HALF_LENIENCE = 4  # half precision alone must not end a worker; the wrong model would be off by much more
 
 
@@ -34,6 +36,7 @@ class WeightsWatch:
         self._config: Config = role.config
         self._carrier = carrier_of(role.config, role.status.fact)
         self._refused: int | None = None
+        self._again_at = math.inf  # when a refused version is asked for again (monotonic, seconds)
         self._latest: int | None = None
         self._is_proved = False  # the loaded weights score as the trainer measured
         self._behind: tuple[int, float] | None = None  # newest loaded version, seconds from its publication
@@ -51,6 +54,8 @@ class WeightsWatch:
     def newer(self) -> int | None:
         """The version number the engine should move to, or None; a lower one if a kill undid later steps."""
         latest = self._latest
+        if time.monotonic() > self._again_at:
+            self._refused, self._again_at = None, math.inf
         return None if latest in (None, self._refused, self._backend.version) else latest
 
     async def prove(self) -> None:
@@ -96,6 +101,8 @@ class WeightsWatch:
             raise  # the process ends; its successor loads a whole version
         except WeightsError as error:
             self._refused = version
+            away = isinstance(error, WeightsAway)  # no newer version may come, so this one is wanted still
+            self._again_at = time.monotonic() + _AGAIN * self._config.weights.store_timeout_s if away else math.inf
             self._tell(refused_version=version)
             get_logger().error("new weights refused; keeping the old version", version=version, error=str(error))
             return False

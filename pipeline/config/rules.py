@@ -193,12 +193,18 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
 def _weights(config: Config) -> list[tuple[bool, str]]:
     weights = config.weights
     url, key = weights.store_url, "weights.store_url"
+    patience = (
+        weights.transport not in ("store", "delta") or weights.store_timeout_s < weights.load_timeout_s,
+        f"weights.store_timeout_s {weights.store_timeout_s:g} must be below weights.load_timeout_s "
+        f"{weights.load_timeout_s:g}: a worker would end before it says that the store is away",
+    )
     if url is None:
         needs = "weights.transport store without weights.store_url: set it to a URL such as s3://bucket/folder"
-        return [(weights.transport != "store", needs)]
+        return [patience, (weights.transport != "store", needs)]
     parts = urlsplit(url)
     shown = parts._replace(netloc=parts.netloc.rsplit("@", 1)[-1], query="", fragment="").geturl()
     return [
+        patience,
         (
             weights.transport != "directory",
             f"{key} {shown} with weights.transport {weights.transport} has no effect: set the transport to store, "

@@ -81,7 +81,7 @@ def _store(config: Config, base: Path) -> Carrier:
     url = (
         f"{weights.store_url.rstrip('/')}/{config.run}"
         if weights.store_url
-        else (run_dir / "deltas").resolve().as_uri()
+        else f"file://{(run_dir / 'deltas').resolve()}"
     )
     cache = HostCache(host_cache(config) / "weights", int(weights.cache_gb * (1 << 30)), wait_s=weights.load_timeout_s)
     return Store(

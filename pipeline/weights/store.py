@@ -98,7 +98,10 @@ class Store:
         """As `Carrier.fetch`: a directory of this host's cache, which stays until `keep`."""
         recipe = _Recipe(self, manifest)
         try:
-            return self._cache.make(self._cache_key(_folder(manifest)), recipe.need, recipe.fill)
+            found = self._cache.make(self._cache_key(_folder(manifest)), recipe.need, recipe.fill)
+            if manifest.base:  # this process's model may be another than the one's that filled it
+                self.check(manifest, found)
+            return found
         except WeightsError:
             self._known.clear()  # a restarted trainer may have uploaded it in another way since
             raise

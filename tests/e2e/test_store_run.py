@@ -34,7 +34,7 @@ def test_workers_on_another_host_follow_by_deltas(make_stack: MakeStack, monkeyp
     with s3_server() as address:
         use(monkeypatch, address)
         store = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
-        store.mkdir(BUCKET)
+        store.makedirs(BUCKET, exist_ok=True)
         weights = {"transport": "delta", "store_url": f"s3://{BUCKET}/runs", "anchor_every": 4, "cache_gb": 1}
         stack = make_stack(text_rows(48), "exact_answer", weights=weights, trainer={"learning_rate": 1e-6})
         config, host = on_another_host(stack)

@@ -36,6 +36,7 @@ def test_what_may_be_set(changes: str) -> None:
         ),
         ("weights.transport=store weights.store_url=s3://b/c?secret=hush", "'s3://b/c' has a credential"),
         ("weights.transport=delta weights.anchor_every=0", "weights.anchor_every must be > 0"),
+        ("weights.transport=delta weights.store_timeout_s=600", "must be below weights.load_timeout_s 600"),
         ("weights.transport=delta weights.cache_gb=0", "weights.cache_gb must be > 0"),
         ("weights.transport=delta weights.store_timeout_s=0", "weights.store_timeout_s must be > 0"),
     ],

@@ -1,0 +1,60 @@
+"""A worker whose store of versions is away for a while: it keeps its version, and comes back to the refused one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import s3fs
+
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig, ModelConfig, WeightsConfig
+from sluice.pipeline.weights.carriers import carrier_of
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import WeightVersion
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.weights_watch import WeightsWatch
+from tests.object_stores import BUCKET, s3_server, use
+from tests.roles import eventually, role_of, run_config
+from tests.tiny_models import save_tiny_model
+
+
+async def test_a_version_is_asked_for_again_after_the_store_was_away(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_tiny_model(tmp_path / "model")
+    weights = WeightsConfig(
+        transport="store", store_url=f"s3://{BUCKET}/away", store_timeout_s=2.0, cache_dir=str(tmp_path / "cache")
+    )
+    model = {"path": str(source), "device": "cpu"}
+    config = run_config(broker_config, keys, run_dir, model=model, weights=weights)
+    with s3_server() as address:
+        port = urlsplit(address).port or 0
+        use(monkeypatch, address)
+        s3fs.S3FileSystem(skip_instance_cache=True).makedirs(BUCKET, exist_ok=True)
+        other = save_tiny_model(tmp_path / "other", seed=1)
+        full = carrier_of(config).publish(other, WeightVersion(version=1, path="", digest=""), lambda: None)
+    owner, registry = Ownership(client, keys, "trainer"), WeightsRegistry(client, keys)
+    assert await owner.try_acquire()
+    await registry.register(full, owner.key, owner.nonce)
+    engine = HfBackend(ModelConfig(path=str(source), device="cpu"), max_batch=2)
+    await engine.start()
+    try:
+        async with role_of(config) as role:
+            watch = WeightsWatch(role, engine)
+            await watch.look()
+            assert not await watch.pull(1)
+            assert (engine.version, watch.newer()) == (0, None)
+
+            async def wanted() -> bool:
+                return watch.newer() == 1
+
+            await eventually(wanted, "the refused version to be wanted again", 60.0)
+            with s3_server(port):
+                assert await watch.pull(1)
+            assert engine.version == 1
+    finally:
+        await engine.close()
