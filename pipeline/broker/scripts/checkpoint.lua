@@ -30,8 +30,8 @@ for i = FIRST + 1, #ARGV, 7 do
     if f[5] ~= EVALUATION then
       redis.call('HINCRBY', state, 'bytes', grown)
       bytes = bytes + grown
+      if f[5] and ARGV[i + 6] ~= '' then tell(f[5], ARGV[i + 6]) end
     end
-    if f[5] and ARGV[i + 6] ~= '' then tell(f[5], ARGV[i + 6]) end
     out[#out + 1] = 'ok'
   end
 end

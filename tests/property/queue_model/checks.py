@@ -7,7 +7,7 @@ from collections import Counter
 
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.wire.keys import ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
-from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, decode
+from sluice.pipeline.wire.messages import EVALUATION, DeadLetter, SequenceResult, decode
 from tests.property.queue_model.model import QueueModel
 from tests.property.queue_model.state import Job
 from tests.property.queue_model.system import Fields, Snapshot
@@ -17,13 +17,15 @@ FAR_MS = 4e12
 
 def check_sums(found: Snapshot, batched: int) -> None:
     """Every sequence has one ending or is under way; every byte is accounted for. Only from what lies there."""
-    under_way = sum(int(state["n"]) - int(state.get("ndone", 0)) for state in found.states.values())
+    trained = {job_id: state for job_id, state in found.states.items() if not _is_evaluated(state)}
+    under_way = sum(int(state["n"]) - int(state.get("ndone", 0)) for state in trained.values())
     undelivered = sum(b"r" in row for rows in found.results for _, row in rows)
     ended = sum(found.counts.get(name, 0) for name in ("trained", "dead", "dropped"))
     total = ended + under_way + undelivered + batched
     assert found.counts.get("enqueued", 0) == total, f"{found.counts}: {under_way=} {undelivered=} {batched=}"
     evicted = sum(int(state["bytes"]) for job_id, state in found.states.items() if job_id not in found.payloads)
-    kept = sum(size for name, size in found.stored.items() if name.rpartition(":")[0] not in found.payloads)
+    of_lost = ((name.rpartition(":")[0], size) for name, size in found.stored.items())
+    kept = sum(size for job_id, size in of_lost if job_id in trained and job_id not in found.payloads)
     assert found.counts.get("bytes", 0) == found.num_bytes() + evicted - kept >= 0
 
 
@@ -44,7 +46,7 @@ def check_places(found: Snapshot, keys: Keys, persistent: set[str]) -> None:
     ours |= {f"{keys.progress}{name}" for name in found.stored}
     ours |= {f"{ARQ_RUNNING}{job_id}" for job_id in found.running} | {f"{ARQ_JOB}{job_id}" for job_id in found.payloads}
     fixed = {keys.jobs, keys.alone, f"{keys.alone}:turns", keys.counts, keys.dead, keys.dropped, keys.wake, keys.latest}
-    fixed |= {keys.source, keys.batches, keys.leases}
+    fixed |= {keys.source, keys.batches, keys.leases, keys.evaluated}
     rest = {
         name
         for name in found.keys - ours - fixed
@@ -70,6 +72,7 @@ def check_model(found: Snapshot, model: QueueModel, keys: Keys) -> None:
     _check_streams(found, model)
     assert {name: _reason_of(raw) for name, raw in found.replies.items()} == model.replies
     assert found.mailbox == model.mailbox
+    assert [(row[b"g"].decode(), int(row[b"i"]), _ending(row)) for _, row in found.evaluated] == model.evaluated
     if model.keeps:
         tombstones = {name.removeprefix(ARQ_RESULT) for name in found.keys if name.startswith(ARQ_RESULT)}
         assert tombstones == set(model.ended) - set(jobs)
@@ -88,6 +91,8 @@ _COUNTED = {
     "redelivered",
     "trained",
     "accepted",
+    "evaluated",
+    "evaluating",
 }
 
 
@@ -133,6 +138,14 @@ def check_once(found: Snapshot, seen: dict[str, str]) -> None:
             seen[f"{partition}/{entry_id}"] = ":".join(map(str, _place(row)[:2]))
     twice = [name for name, times in Counter(seen.values()).items() if times > 1]
     assert not twice, f"published twice: {twice}"
+
+
+def _is_evaluated(state: dict[str, bytes]) -> bool:
+    return state.get("reply") == EVALUATION.encode()
+
+
+def _ending(row: Fields) -> str:
+    return decode(DeadLetter, row[b"d"]).reason if b"d" in row else ""
 
 
 def _place(row: Fields) -> tuple[str, int, int]:

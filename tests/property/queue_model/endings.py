@@ -23,6 +23,7 @@ class Endings:
         self.mailbox: list[str] = []  # what the caller was told, in order
         self.dead: list[Row] = []
         self.dropped: list[Entry] = []
+        self.evaluated: list[tuple[str, int, str]] = []  # job, index, reason of its letter or ""
         self.leaving: set[str] = set()  # workers that were told to end
         self.turns: set[str] = set()  # workers that empty themselves for suspects
         self.last: dict[str, tuple[int, list[str]]] = {}  # owner → number of its last claim that took jobs, their ids
@@ -37,6 +38,12 @@ class Endings:
     def bury(self, job: Job, ending: Literal["dead", "dropped"], reason: str) -> int:
         """End what is not committed, and the job."""
         missing = [index for index in range(job.n) if index not in job.done]
+        if job.is_evaluated:
+            self.evaluated += [(job.job_id, index, reason) for index in missing]
+            self.counts["evaluated"] += len(missing)
+            self.counts[f"evaluated:{reason}"] += len(missing)
+            self.finish(job, False)
+            return len(missing)
         for index in missing:
             first = (index == missing[0] and job.payload) or b""
             if ending == "dead":
@@ -65,6 +72,7 @@ class Endings:
     def finish(self, job: Job, whole: bool) -> None:
         """Only the tombstone is left; `whole`: every sequence was committed."""
         del self.jobs[job.job_id]
+        self.counts["evaluating"] -= job.is_evaluated
         self.aborts.pop(job.job_id, None)
         self.ended[job.job_id] = whole
 

@@ -181,7 +181,25 @@ def a_caller_is_told_once_of_what_is_stored_and_answered_when_the_job_dies(machi
     assert machine.model.replies == {"m:j2:1": "", "m:j2:0": "invalid_request"}
 
 
+def an_evaluation_counts_apart_and_is_not_in_the_way_of_credit(machine: Machine) -> None:
+    for _ in range(8):  # twice as many sequences as there is credit
+        machine.enqueue_evaluation(1, 0)
+    machine.agrees()
+    assert not machine.model.counts["enqueued"]
+    _enqueue(machine, 3)
+    assert machine.model.counts["enqueued"] == 3
+    machine.claim_some(0, 2)
+    machine.commit_all(0)
+    machine.agrees()
+    assert (machine.model.counts["evaluated"], machine.model.counts["evaluating"]) == (2, 6)
+    machine.claim_some(0, 1)
+    machine.fail(0, "dead", 1)
+    assert not machine.model.counts["dead"]
+    assert [reason for *_, reason in machine.model.evaluated if reason] == ["invalid_request"]
+
+
 HISTORIES = [
+    an_evaluation_counts_apart_and_is_not_in_the_way_of_credit,
     a_caller_is_told_once_of_what_is_stored_and_answered_when_the_job_dies,
     a_repeat_after_its_payload_was_lost,
     an_abort_that_was_cut_off_lets_nobody_else_in,

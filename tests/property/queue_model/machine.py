@@ -97,6 +97,7 @@ class Machine(ProducerRules, WorkerRules, TimeRules, StreamRules):
             if not name.startswith((ARQ_RESULT, keys.owner, keys.claim, keys.replies))
         }
         streams = {role.reader.stream for role in (*self.consumers, self.trainer)} | {keys.dead, keys.dropped}
-        assert left <= streams | {keys.counts, keys.latest, keys.wake, keys.source}
+        assert found.counts.get("evaluating", 0) == 0
+        assert left <= streams | {keys.evaluated, keys.counts, keys.latest, keys.wake, keys.source}
         for stream in streams - {keys.dropped}:
             assert not self.system.redis("XLEN", stream)

@@ -27,10 +27,13 @@ class QueueModel(Endings):
             if not outcome:
                 assert job.payload is not None
                 outcome = "enqueued"
-                held_bytes += len(job.payload)
                 job.due = job.home
                 self.jobs[job.job_id] = job
-                self.counts["enqueued"] += job.n
+                if job.is_evaluated:
+                    self.counts["evaluating"] += 1
+                else:
+                    held_bytes += len(job.payload)
+                    self.counts["enqueued"] += job.n
             found.append(outcome)
         return found
 
@@ -195,7 +198,10 @@ class QueueModel(Endings):
             self.counts["enqueued"] -= job.n  # a plain call is no sequence
             self.finish(job, True)
             return "ok"
-        if job.mailbox:
+        if job.is_evaluated:
+            self.evaluated.append((job_id, index, ""))
+            self.counts["evaluated"] += 1
+        elif job.mailbox:
             self.reply(job_id, index, "")
             self.counts["replied"] += 1
             self.counts["enqueued"] -= 1  # nor is what a caller asked for trained on
@@ -227,7 +233,7 @@ class QueueModel(Endings):
             job.moved = attempt
         else:
             job.far[index] = max(far, len(stored))
-        if job.mailbox:
+        if job.mailbox and not job.is_evaluated:
             self.mailbox.append(f"delta {job_id}:{index} {offset}")
         return "ok"
 

@@ -7,10 +7,10 @@ from typing import Any, Literal
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from sluice.pipeline.queue import Call, Piece, arq_payload
+from sluice.pipeline.queue import NO_LIMIT, Call, Piece, arq_payload
 from sluice.pipeline.queue.envelope import call_payload
 from sluice.pipeline.wire.keys import ARQ_JOB
-from sluice.pipeline.wire.messages import DecodeJob, Progress
+from sluice.pipeline.wire.messages import EVALUATION, DecodeJob, Progress
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job
 from tests.property.queue_model.base import INDEX, ORDERS, OWNERS, Owner, QueueMachine
@@ -55,6 +55,15 @@ class ProducerRules(QueueMachine):
         self.submit(jobs)
         if again:
             self.submit([job for job in jobs if self.model.keeps or job.job_id in self.model.jobs])
+
+    @rule(n=st.integers(1, 3), priority=st.sampled_from([0, 1000]))
+    def enqueue_evaluation(self, n: int, priority: int) -> None:
+        """What the evaluator asks for, whatever the credit."""
+        job = decode_job(self.new_name(), n=n, priority=priority, reply_to=EVALUATION)
+        wanted = [self._as_model(job)]
+        assert self.system.run(self.owners[0].queue.enqueue([job], NO_LIMIT)) == ["enqueued"]
+        assert self.model.enqueue(wanted, NO_LIMIT, 0) == ["enqueued"]
+        wanted[0].payload = self.system.redis("GET", ARQ_JOB + job.job_id)
 
     @rule(priority=st.sampled_from([0, 0, 1]))
     def enqueue_call(self, priority: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from sluice.pipeline.wire.messages import EVALUATION
+
 Where = Literal["ready", "later", "leased", "lapsed", "apart", "apart_later"]
 FIRST_IN_LANE = (0, 0)  # where arq's abort moves a job
 
@@ -76,6 +78,11 @@ class Job:
     moved: int = 0  # the attempt that got on
     far: dict[int, int] = field(default_factory=dict)  # index → tokens that were stored before it began anew
     blames: dict[str, str] = field(default_factory=dict)  # owner → what it is blamed for, until it turns out to live
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Its sequences are the evaluator's: never trained, and outside the credit."""
+        return self.mailbox == EVALUATION
 
     @property
     def is_leased(self) -> bool:

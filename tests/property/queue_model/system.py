@@ -13,6 +13,7 @@ from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.queue import JobQueue
 from sluice.pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
+from sluice.pipeline.wire.messages import EVALUATION
 from tests.property.queue_model.foreign import MAILBOX
 
 LEASE_S = 3600.0  # leases end when the machine says so
@@ -39,6 +40,7 @@ class Snapshot:
     batches: list[tuple[str, Fields]]
     dead: list[tuple[str, Fields]]
     dropped: list[tuple[str, Fields]]
+    evaluated: list[tuple[str, Fields]]
     replies: dict[str, bytes]  # sequence → its stored reply
     mailbox: list[str]
     aborts: set[str]
@@ -46,8 +48,9 @@ class Snapshot:
 
     def num_bytes(self) -> int:
         """What `counts.bytes` must say: all that is held for unfinished sequences, and dead letters."""
-        total = sum(len(payload) for job_id, payload in self.payloads.items() if job_id in self.states)
-        total += sum(self.stored.values())
+        counted = {job_id for job_id, state in self.states.items() if state.get("reply") != EVALUATION.encode()}
+        total = sum(len(payload) for job_id, payload in self.payloads.items() if job_id in counted)
+        total += sum(size for name, size in self.stored.items() if name.rpartition(":")[0] in counted)
         total += sum(len(row[b"d"]) + len(row[b"p"]) for _, row in self.dead)
         total += sum(len(row[b"b"]) for _, row in self.batches)
         return total + sum(len(row.get(b"r") or row[b"d"]) for rows in self.results for _, row in rows)
@@ -157,7 +160,13 @@ async def _read(
         pipe.time().hgetall(keys.counts).zrange(keys.jobs, 0, -1, withscores=True)
         pipe.zrange(keys.alone, 0, -1, withscores=True).zrange(keys.leases, 0, -1, withscores=True)
         pipe.zrange(ARQ_ABORT, 0, -1)
-        for stream in (*(f"{keys.results}{p}" for p in range(PARTITIONS)), keys.batches, keys.dead, keys.dropped):
+        for stream in (
+            *(f"{keys.results}{p}" for p in range(PARTITIONS)),
+            keys.batches,
+            keys.dead,
+            keys.dropped,
+            keys.evaluated,
+        ):
             pipe.xrange(stream)
         for job_id in states:
             pipe.hgetall(keys.job_state + job_id)
@@ -186,7 +195,7 @@ async def _snapshot(client: Any, keys: Keys) -> Snapshot:
     counts = {name.decode(): int(value) for name, value in next(answers).items() if not name.startswith(b"last:")}
     line, apart, leases = (_scores(next(answers)) for _ in range(3))
     aborts = {job_id.decode() for job_id in next(answers)}
-    streams = [_rows(next(answers)) for _ in range(PARTITIONS + 3)]
+    streams = [_rows(next(answers)) for _ in range(PARTITIONS + 4)]
     of_states = {job_id: {k.decode(): v for k, v in next(answers).items()} for job_id in states}
     of_payloads = {job_id: (next(answers), next(answers)) for job_id in payloads}
     return Snapshot(
@@ -206,6 +215,7 @@ async def _snapshot(client: Any, keys: Keys) -> Snapshot:
         batches=streams[PARTITIONS],
         dead=streams[PARTITIONS + 1],
         dropped=streams[PARTITIONS + 2],
+        evaluated=streams[PARTITIONS + 3],
         aborts=aborts,
         persistent={job_id for job_id, (_, left) in of_payloads.items() if left == -1},
     )
