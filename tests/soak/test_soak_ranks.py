@@ -13,18 +13,10 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(7200)]
 RANKS = 4
 
 
-def test_every_rank_killed_in_every_phase_loses_nothing(make_stack: MakeStack) -> None:
-    kills = [(phase, victim) for phase in PHASES for victim in range(RANKS)]
-    stack = ready_run(make_stack, steps=2 * len(kills))
-    for phase, victim in kills:
+@pytest.mark.parametrize("phase", [*PHASES, *BESIDE])
+def test_every_rank_killed_in_a_phase_loses_nothing(make_stack: MakeStack, phase: str) -> None:
+    trainer = {"keep_checkpoints": 10, "async_checkpoints": phase in BESIDE}
+    stack = ready_run(make_stack, steps=2 * RANKS, trainer=trainer)
+    for victim in range(RANKS):
         start_and_kill(stack, phase, victim, RANKS)
-    assert_each_once(stack, 2 * len(kills))
-
-
-def test_the_same_with_checkpoints_beside_the_steps(make_stack: MakeStack) -> None:
-    kills = [(phase, victim) for phase in BESIDE for victim in range(RANKS)]
-    trainer = {"keep_checkpoints": 10, "async_checkpoints": True}
-    stack = ready_run(make_stack, steps=2 * len(kills), trainer=trainer)
-    for phase, victim in kills:
-        start_and_kill(stack, phase, victim, RANKS)
-    assert_each_once(stack, 2 * len(kills))
+    assert_each_once(stack, 2 * RANKS)
