@@ -10,6 +10,8 @@
   (session_thread.py).
 - A batch from `batches` is finished by the next `publish` or `done`, never before: if the process is killed in between,
   the batch comes again. A finished one never does, wherever the process is killed.
+- On several ranks (torchrun, accelerate) every rank opens Rollouts and makes the same calls in the same order. Rank 0
+  has the session and does what concerns the run; each rank gets its share of a batch.
 - They finish what the loop has seen, not what was fetched for it: a batch that an interrupted `batches` took is given
   again, and behind a loader, which may fetch ahead, the loop names what it has trained.
 """
@@ -17,31 +19,45 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TypedDict
+from typing import Any, NoReturn, TypedDict, TypeVar
 
+import msgspec
 import numpy as np
 import torch
-from torch import Tensor
+from msgspec.structs import replace
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedModel
 
-from sluice.consumers.pack import IGNORED
+from sluice.consumers.pack import IGNORED, shares_of
 from sluice.consumers.samples import blind, letter
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training.checkpoint import TrainerState, model_of, write_state
 from sluice.consumers.training.forward import Layout, TrainerForward
-from sluice.consumers.training.images import IMAGE_FAILED, SampleImages, pixels_of, token_type_names
+from sluice.consumers.training.images import (
+    IMAGE_FAILED,
+    ReceivedImages,
+    SampleImages,
+    SentImages,
+    pixels_of,
+    token_type_names,
+)
 from sluice.consumers.training.launch import under_launcher
 from sluice.consumers.training.model import model_class, probe_of, probe_tokens, stage
 from sluice.consumers.training.policy.proximal import proximal_of
+from sluice.consumers.training.ranks import Ranks
 from sluice.consumers.training.session import Fence, Session, Weights
 from sluice.consumers.training.session_thread import SessionThread
+from sluice.consumers.training.shards import gathered
 from sluice.pipeline.config import Config, load_config
 from sluice.pipeline.config.load import RESOLVED
 from sluice.pipeline.errors import ConfigError, DataError, ModelError, TaskError
@@ -49,13 +65,26 @@ from sluice.pipeline.images.processor import joined_tensors
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.weights.line import Line
 from sluice.pipeline.weights.versions import ADAPTER_CONFIG, newest_number
-from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.messages import DeadLetter, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, from_wire, to_wire
+
+T = TypeVar("T")
 
 _ONE = (
     "only one process may read a run's batches, so that each is delivered once; use DataLoader(…, batch_size=None, "
     "num_workers=0): they are prepared outside this process anyway"
 )
+_NOBODY = ""  # the id in a row that trains nothing
 _REASON = re.compile("[a-z][a-z0-9_]{0,39}")
+
+
+class Totals(TypedDict):
+    """Sizes of a batch, to divide sums by."""
+
+    samples: int
+    tokens: int
+    response_tokens: int  # of `response_mask`
+    weight: float  # of `weights`
 
 
 class Batch(TypedDict):
@@ -80,20 +109,22 @@ class Batch(TypedDict):
     temperatures: Tensor  # float32 [B]
     rewards: Tensor  # float32 [B]; NaN = none
     advantages: Tensor  # float32 [B]; NaN = none
+    totals: Totals  # of the whole batch, over all ranks
     vision: dict[str, Tensor]  # for model(…, **batch["vision"]): pixels, and what belongs to them; empty without images
 
 
 def tensors_of(
     samples: Sequence[TrainingSample],
     pad_id: int,
-    images: SampleImages | None = None,
+    images: SampleImages | ReceivedImages | None = None,
     type_names: Sequence[str] = (),
     line: Line | None = None,
+    totals: Totals | None = None,
 ) -> Batch:
     """Tensors of the samples, in order; `input_ids` are padded with `pad_id`.
 
-    `type_names`: see `token_type_names`; `line`: see `proximal_of`. Raises TaskError for a sample with images if there
-    is no `images`.
+    `totals`: of the batch that the samples are a part of. `type_names`: see `token_type_names`; `line`: see
+    `proximal_of`. Raises TaskError for a sample with images if there is no `images`.
     """
     for sample in samples:
         if sample.images and images is None:
@@ -120,11 +151,39 @@ def tensors_of(
         temperatures=torch.tensor([sample.temperature for sample in samples]),
         rewards=_or_nan([sample.reward for sample in samples]),
         advantages=_or_nan([sample.advantage for sample in samples]),
+        totals=totals or totals_of(samples),
         vision={} if images is None else _vision(samples, images, type_names),
     )
 
 
-def _vision(samples: Sequence[TrainingSample], images: SampleImages, type_names: Sequence[str]) -> dict[str, Tensor]:
+def totals_of(samples: Sequence[TrainingSample]) -> Totals:
+    """Of these."""
+    return Totals(
+        samples=len(samples),
+        tokens=sum(len(sample.token_ids) for sample in samples),
+        response_tokens=sum(sum(sample.response_mask.expand()) for sample in samples),
+        weight=math.fsum(weight for sample in samples for weight in sample.weights[1:]),
+    )
+
+
+def _share(samples: Sequence[TrainingSample], ranks: Ranks) -> list[TrainingSample]:
+    """A rank's part of a batch, at least one row: passes of ranks wait for each other."""
+    own = shares_of([len(sample.token_ids) for sample in samples], ranks.size)[ranks.rank]
+    return [samples[at] for at in own] or [_nothing(samples)]
+
+
+def _nothing(samples: Sequence[TrainingSample]) -> TrainingSample:
+    """A copy of the shortest that trains nothing."""
+    least = min(samples, key=lambda sample: len(sample.token_ids))
+    tokens = len(least.token_ids)
+    advantage = None if least.advantage is None else 0.0
+    weights, mask = FloatArray([0.0] * tokens), Runs([(0, tokens)])
+    return replace(least, group_id=_NOBODY, advantage=advantage, weights=weights, response_mask=mask)
+
+
+def _vision(
+    samples: Sequence[TrainingSample], images: SampleImages | ReceivedImages, type_names: Sequence[str]
+) -> dict[str, Tensor]:
     inputs = [images.inputs(sample) for sample in samples]
     given = [each for each in inputs if each is not None]
     if not given:
@@ -147,6 +206,39 @@ def _or_nan(values: Sequence[float | None]) -> Tensor:
     return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float32)
 
 
+class _Given(msgspec.Struct):
+    """Of one batch."""
+
+    samples: list[TrainingSample]  # none: there is no other
+    line: list[int]
+    images: dict[str, SentImages] = {}
+    complete: bool = False
+
+
+class _Done(msgspec.Struct):
+    version: int
+    complete: bool
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
+_json = msgspec.json.encode
+
+
+def _ranks_of(config: Config) -> Ranks | None:
+    """All of them, if there are several; raises ConfigError if they don't know each other yet."""
+    size = int(os.environ.get("WORLD_SIZE", "1")) if under_launcher() else 1
+    if not distributed.is_initialized():
+        if size > 1:
+            raise ConfigError(
+                f"{size} ranks were started, and there is no process group yet; call "
+                "torch.distributed.init_process_group(), or make accelerate's Accelerator, before opening Rollouts"
+            )
+        return None
+    if distributed.get_world_size() == 1:
+        return None
+    return Ranks(config.trainer.batch_wait_s + config.trainer.rank_timeout_s)
+
+
 class Rollouts:
     """The trainer's side of a run; a context manager.
 
@@ -158,7 +250,8 @@ class Rollouts:
         self.config = config if isinstance(config, Config) else _load(Path(config), overrides)
         self._source = Path(self.config.model.path)
         self._root = Path(self.config.run_dir) / self.config.run / "weights"
-        self._images: SampleImages | None = None
+        self._images: SampleImages | ReceivedImages | None = None
+        self._ranks: Ranks | None = None
         self._type_names: list[str] = []
         self._seen = frozenset(seen)
         self._thread = SessionThread(self.config, self._seen)
@@ -168,26 +261,43 @@ class Rollouts:
         self.version = -1  # of the newest weights; set by __enter__
 
     def __enter__(self) -> Rollouts:
-        rank = os.environ.get("RANK", "0") if under_launcher() else "0"
-        if rank != "0":
-            raise ConfigError(
-                f"rank {rank}: one process reads a run's batches; open Rollouts on rank 0 alone, and send the others "
-                "what it gives"
-            )
         if not self._source.is_dir():
             raise ModelError(f"{self._source}: no such model directory; set model.path to the run's model")
+        self._ranks = _ranks_of(self.config)
         self._pad_id = (HFTextCodec(self._source).eos_token_ids or [0])[0]
-        self._images = SampleImages.of(self.config, pixels_of(self.config))
+        others = self._ranks is not None and not self._ranks.leads
+        self._images = (ReceivedImages if others else SampleImages).of(self.config, pixels_of(self.config))
         if self._images is not None:
             self._type_names = token_type_names(model_class(self._source, self.config.model))
-        self._thread = SessionThread(self.config, self._seen, self._images)
+        self.version = self._once("the start", self._open, int)
+        return self
+
+    def _open(self) -> int:
+        images = self._images if isinstance(self._images, SampleImages) else None
+        self._thread = SessionThread(self.config, self._seen, images)
         try:
             self._thread.start()
-            self.version = self._thread.call(lambda session: _value(session.state.version))
+            return self._thread.call(lambda session: _value(session.state.version))
         except BaseException:
             self._thread.stop()
             raise
-        return self
+
+    def _once(self, name: str, work: Callable[[], T], kind: type[T]) -> T:
+        """What the work returns: in this process, or on rank 0 for all of them."""
+        if self._ranks is None:
+            return work()
+        told = self._ranks.told(name, lambda: _encoder.encode(work()))
+        return msgspec.msgpack.decode(told, type=kind, dec_hook=from_wire)
+
+    def _named(self, seq_ids: Iterable[str] | None) -> list[str] | None:
+        """What all ranks name."""
+        own = None if seq_ids is None else list(seq_ids)
+        if self._ranks is None:
+            return own
+        all_of = [msgspec.json.decode(one, type=list[str] | None) for one in self._ranks.joined("names", _json(own))]
+        if all(one is None for one in all_of):
+            return None
+        return sorted({seq_id for one in all_of for seq_id in one or ()} - {_NOBODY})
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -219,20 +329,30 @@ class Rollouts:
         out they must be told which to finish.
         """
         while not self._complete:
+            given = self._once("a batch", self._next, _Given)
+            self._complete |= given.complete
+            if not given.samples:
+                return
+            batch = self._tensors(given)
+            self._ahead = ahead or (self._ahead and bool(self._out))
+            # Nothing between this line and the yield may be interrupted: from here on the loop has the batch.
+            self._out = [*self._out, frozenset(sample.seq_id for sample in given.samples)]
+            yield batch
+
+    def _next(self) -> _Given:
+        while not self._complete:
             known = frozenset[str]().union(*self._out)
             taken = self._thread.call(lambda session, known=known: _take(session, known))
             if samples := self._seeable(taken):
-                batch = self._tensors(samples)
-                self._ahead = ahead or (self._ahead and bool(self._out))
-                # Nothing between this line and the yield may be interrupted: from here on the loop has the batch.
-                self._out = [*self._out, frozenset(batch["seq_ids"])]
-                yield batch
-            elif taken:
-                continue
-            elif self._thread.call(lambda session: session.complete()):
+                line = self._thread.call(lambda session: _value(session.state.line))
+                sends = self._ranks is not None and isinstance(self._images, SampleImages)
+                images = self._images.sent(samples) if sends and isinstance(self._images, SampleImages) else {}
+                return _Given(samples, list(line.numbers), images)
+            if not taken:
+                if not self._thread.call(lambda session: session.complete()):
+                    break  # the last samples are out, waiting for publish or done
                 self._end()
-            else:
-                return  # the last samples are out, waiting for publish or done
+        return _Given([], [], complete=self._complete)
 
     def prove(self, model: Any) -> None:
         """Raises ModelError unless `model`, given the batches with their attention mask, reproduces the logprobs of
@@ -263,24 +383,41 @@ class Rollouts:
         finish only these samples; required behind a loader that may have fetched more than the loop has seen. The
         first call proves the model (see `prove`).
         """
-        record, finishes = _numbers(metrics), self._finishes(seq_ids)
+        record, named = _numbers(metrics), self._named(seq_ids)
+        finishes = self._once("names", lambda: sorted(self._finishes(named)), list[str])
         if not self._proved:
             self.prove(model)
+        probe = self._probe_tokens(model)
+        score = probe_of(model, probe) if probe else None
+        tensors = self._gathered(model)
+        work = partial(self._publish, model, tensors, probe, score, record, finishes)
+        done = self._once("a version", work, _Done)
+        self.version = done.version
+        self._finished(finishes, done.complete)
+        return self.version
+
+    def _publish(
+        self,
+        model: Any,
+        tensors: dict[str, Tensor] | None,
+        probe: list[int],
+        score: float | None,
+        record: dict[str, float],
+        finishes: list[str],
+    ) -> _Done:
         # Only after a call that was interrupted: when it ends, it removes what is staged.
         self._thread.call(lambda session: session.check_owner())
-        staged = stage(model, self._source, self._root)
-        try:
-            probe = self._probe_tokens(model)
-            score = probe_of(model, probe) if probe else None
-        except BaseException:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise
+        staged = stage(model, self._source, self._root, tensors)
         # The session owns it from here on: an interrupted call doesn't delete it.
         weights = Weights(staged, probe, score, may_return=False)
         complete = self._thread.call(lambda session: _publish(session, weights, record, finishes))
-        self.version = newest_number(self._root)
-        self._finished(finishes, complete)
-        return self.version
+        return _Done(newest_number(self._root), complete)
+
+    def _gathered(self, model: Any) -> dict[str, Tensor] | None:
+        """The state dict of a sharded model, on rank 0; None for one in one piece."""
+        if not isinstance(model, torch.nn.Module) or not any(isinstance(one, DTensor) for one in model.parameters()):
+            return None
+        return gathered(model.state_dict(keep_vars=True), keep=self._ranks is None or self._ranks.leads)
 
     def drop(self, seq_ids: Iterable[str], reason: str, detail: str = "") -> None:
         """Don't train these samples from `batches`: the next `publish` or `done` counts them as dropped.
@@ -291,15 +428,25 @@ class Rollouts:
         if not _REASON.fullmatch(reason):
             raise TaskError(f"{reason!r}: a reason must be a lower-case word of at most 40 characters, such as too_old")
         letters = {seq_id: letter(seq_id, reason, detail) for seq_id in seq_ids}
+        if self._ranks is not None:
+            of_all = self._ranks.joined("letters", _json({one: [reason, detail] for one in letters}))
+            found = [msgspec.json.decode(one, type=dict[str, tuple[str, str]]) for one in of_all]
+            letters = {seq_id: letter(seq_id, *why) for one in found for seq_id, why in one.items() if seq_id}
+        self._once("letters", lambda: self._drop(letters), bool)
+
+    def _drop(self, letters: Mapping[str, DeadLetter]) -> bool:
         self._thread.call(lambda session: _value(session.drop(letters)))
+        return True
 
     def done(self, *, metrics: Mapping[str, float] | None = None, seq_ids: Iterable[str] | None = None) -> None:
         """The same without a version: your own checkpoint holds these batches, or nothing needs to.
 
         Decoding continues with the newest version, which is further behind your weights after each such call.
         """
-        record, finishes = _numbers(metrics), self._finishes(seq_ids)
-        self._finished(finishes, self._thread.call(lambda session: finish(session, record, finishes)))
+        record, named = _numbers(metrics), self._named(seq_ids)
+        finishes = self._once("names", lambda: sorted(self._finishes(named)), list[str])
+        work = partial(self._thread.call, lambda session: finish(session, record, finishes))
+        self._finished(finishes, self._once("a step", work, bool))
 
     def _finishes(self, seq_ids: Iterable[str] | None) -> frozenset[str]:
         """What a call finishes: what it names, else every batch that the loop was given."""
@@ -316,23 +463,30 @@ class Rollouts:
             raise TaskError(f"{unknown[0]}: not finished: it was not delivered, or is finished already")
         return named
 
-    def _finished(self, seq_ids: frozenset[str], complete: bool) -> None:
-        self._out = [left for batch in self._out if (left := batch - seq_ids)]
+    def _finished(self, seq_ids: Collection[str], complete: bool) -> None:
+        self._out = [left for batch in self._out if (left := batch - set(seq_ids))]
         if complete:
             self._end()
 
-    def _tensors(self, samples: list[TrainingSample]) -> Batch:
+    def _tensors(self, given: _Given) -> Batch:
+        own = given.samples if self._ranks is None else _share(given.samples, self._ranks)
+        if isinstance(self._images, ReceivedImages):
+            self._images.receive(given.images)
+        totals, line = totals_of(given.samples), Line(given.line)
         try:
-            line = self._thread.call(lambda session: _value(session.state.line))
-            return tensors_of(samples, self._pad_id, self._images, self._type_names, line)
+            batch = tensors_of(own, self._pad_id, self._images, self._type_names, line, totals)
         except OSError:  # a successor deletes the pixels of the trainer that it replaced
-            self._thread.call(lambda session: session.check_owner())
+            if self._ranks is None or self._ranks.leads:
+                self._thread.call(lambda session: session.check_owner())
             raise
+        if own[0].group_id == _NOBODY:
+            batch["seq_ids"] = [_NOBODY]
+        return batch
 
     def _seeable(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         """Without those in which the policy itself wrote an image's placeholder: the model would look for the image."""
         images = self._images
-        if images is None:
+        if not isinstance(images, SampleImages):
             return samples
         odd = {sample.seq_id: images.written(sample) for sample in samples if sample.images}
         letters = {

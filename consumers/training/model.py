@@ -246,14 +246,17 @@ def copy_settings(source: Path, target: Path) -> None:
     _copy(source, target, but=_WEIGHTS)
 
 
-def stage(model: Any, source: Path, root: Path) -> Path:
+def stage(model: Any, source: Path, root: Path, tensors: dict[str, Tensor] | None = None) -> Path:
     """Write `model` to a staging directory in `root` and return it; the caller deletes it.
 
-    `model` has `save_pretrained` (transformers), or is the directory of a saved model. Raises ModelError for anything
-    else, and for tensors that the run's model, `source`, doesn't have.
+    `model` has `save_pretrained` (transformers), or is the directory of a saved model. `tensors`: its state dict, if
+    it's sharded. Raises ModelError for anything else, and for tensors that the run's model, `source`, doesn't have.
     """
     with staging(root) as aside:
-        _save_in(aside, model)
+        if tensors is None:
+            _save_in(aside, model)
+        else:
+            write_model(model, source, aside, tensors)
         _check(aside, source)
         copy_settings(source, aside)
         return aside

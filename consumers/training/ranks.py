@@ -24,7 +24,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from datetime import timedelta
 from typing import cast
 
@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from sluice.pipeline import errors
 from sluice.pipeline.errors import RankLost, SluiceError
 from sluice.pipeline.logs import get_logger
 
@@ -40,6 +41,7 @@ _CLOSE_S = 5.0
 _BEATS = 4  # within the timeout
 START = b"\x01"  # what the other ranks hear first
 _CLOSE, _BEAT = b"", b"\x00"
+_WELL, _BADLY = b"\x02", b"\x03"  # how `told` went
 _IDLE, _FAILED = "no command", "a failure"
 _REPEAT_S = 1.0
 _STORE_S = 20.0
@@ -97,6 +99,35 @@ class Ranks:
         """Raises RankLost once an idle rank is missed, inside `kept`."""
         assert self._beating is not None
         await asyncio.shield(self._beating)
+
+    def told(self, name: str, work: Callable[[], bytes]) -> bytes:
+        """What `work` returns on rank 0, which alone does it; an error of ours is raised by all ranks."""
+        if not self.leads:
+            said = self.receive() or b""
+            if said[:1] == _WELL:
+                return said[1:]
+            kind, _, why = said[1:].decode().partition(" ")
+            raise getattr(errors, kind)(f"rank 0: {why}")
+        try:
+            found = work()
+        except SluiceError as error:
+            kind = next(each.__name__ for each in type(error).__mro__ if hasattr(errors, each.__name__))
+            with contextlib.suppress(RankLost), self.leading(name, _BADLY + f"{kind} {error}".encode()):
+                pass
+            raise
+        with self.leading(name, _WELL + found):
+            return found
+
+    def joined(self, name: str, own: bytes) -> list[bytes]:
+        """Every rank's own, on all ranks. Raises RankLost."""
+        with self._missing_named(name):
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([len(own)]), group=self._commands)
+            longest = max(1, *map(int, lengths))
+            found = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
+            padded = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8)
+            dist.all_gather(found, padded, group=self._commands)
+        return [row.numpy().tobytes()[: int(length)] for row, length in zip(found, lengths, strict=True)]
 
     def group_beside(self, timeout_s: float) -> dist.ProcessGroup:
         """For collectives of another thread, beside the commands; all ranks ask for it at the same time."""
