@@ -77,7 +77,8 @@ check: setup ## Lint, format, types, import contracts, configs, house rules
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports
-	@$(BIN)/sluice config check configs/*.yaml
+	@$(BIN)/sluice config check configs/*.yaml deploy/kubernetes/base/config.yaml
+	@$(BIN)/python scripts/kubernetes.py
 	@$(BIN)/sluice config schema --check docs/config.schema.json
 	@for page in config metrics wire; do $(BIN)/python scripts/reference.py $$page --check docs/$$page.md || exit; done
 	@$(BIN)/python -m pytest -q tests/unit/test_house_rules.py

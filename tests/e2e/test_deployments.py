@@ -1,4 +1,4 @@
-"""The other ways to start the roles: docker-compose.yml's commands, and arq's own command."""
+"""The other ways to start the roles: docker-compose.yml's commands, those of deploy/kubernetes, and arq's own command."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from scripts import kubernetes as manifests
 from tests.chaos.blows import stop_while_it_holds_jobs
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import BIN
@@ -50,6 +51,50 @@ def test_the_compose_commands_run_to_the_end(make_stack: MakeStack) -> None:
     health = SERVICES["worker"]["healthcheck"]["test"][1:]
     looked = stack.spawn([str(BIN / health[0]), *(localised(word, stack) for word in health[1:])], name="health")
     assert looked.wait() == 0, looked.tail()
+    stack.finish()
+    stack.assert_exactly_once()
+
+
+def start_pod(stack: Stack, overlay: str, name: str) -> dict[str, Any]:
+    """A container's command with its environment, as the kubelet starts it; returns the container."""
+    doc = next(
+        doc
+        for doc in manifests.build(manifests.MANIFESTS / "overlays" / overlay)
+        if doc["metadata"]["name"] == name and manifests.containers(doc)
+    )
+    (container,) = manifests.containers(doc)
+    env = {one["name"]: one["value"] for one in container["env"] if "value" in one and one["name"] != "REDIS_URL"}
+    env["SLUICE_METRICS_PORT"] = "0"
+    stack.spawn(in_pod(stack, container["command"]), name=name, **env)
+    return container
+
+
+def in_pod(stack: Stack, command: list[str]) -> list[str]:
+    paths = {"/configs/config.yaml": str(stack.config_file), "sluice": str(BIN / "sluice")}
+    return [paths.get(word, word) for word in command]
+
+
+def test_the_pods_commands_probes_and_signals_run_to_the_end(make_stack: MakeStack) -> None:
+    stack = make_stack(detection_rows(48))
+    probed = ("worker", "consumer", "trainer")
+    pods = {name: start_pod(stack, "cpu", name) for name in probed}
+    start_pod(stack, "cpu", "worker")
+    stack.wait(
+        lambda now: len(now.alive("worker")) == 2 and now.alive("consumer") and now.alive("trainer"),
+        "two workers, a consumer and a trainer",
+    )
+    for name in probed:  # nothing to do yet, so none ends meanwhile
+        for probe in ("startupProbe", "livenessProbe"):
+            command = pods[name][probe]["exec"]["command"]
+            looked = stack.spawn(in_pod(stack, command), name=f"{name} {probe}")
+            assert looked.wait() == 0, looked.tail()
+    for name in ("producer", "evaluator", "scorer"):
+        start_pod(stack, "cpu", name)
+    stack.wait(lambda now: now.enqueued, "the producer's jobs")
+    first = next(process for process in stack.processes if process.name.startswith("worker"))
+    first.expendable = True
+    first.signal(signal.SIGTERM)  # an eviction
+    assert first.wait(60) in (0, 128 + signal.SIGTERM), first.tail()
     stack.finish()
     stack.assert_exactly_once()
 

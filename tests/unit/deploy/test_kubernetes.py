@@ -1,0 +1,185 @@
+"""deploy/kubernetes against the APIs' schemas, our configuration and our keys; no cluster is needed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts import kubernetes as manifests
+from sluice.pipeline.config import load_config
+from sluice.pipeline.wire.keys import Keys
+
+BASE = manifests.MANIFESTS / "base"
+OVERLAYS = {path.name: manifests.build(path) for path in manifests.overlays()}
+COMPONENTS = manifests.MANIFESTS / "components"
+RANKS = manifests.documents(COMPONENTS / "ranks/trainer.yaml")
+PODS = {
+    (overlay, doc["metadata"]["name"]): doc
+    for overlay, docs in {**OVERLAYS, "ranks": RANKS}.items()
+    for doc in docs
+    if manifests.pod(doc) is not None
+}
+OURS = {key: doc for key, doc in PODS.items() if key[1] != "redis"}
+
+
+def spec(doc: dict[str, Any]) -> dict[str, Any]:
+    found = manifests.pod(doc)
+    assert found is not None
+    return found
+
+
+def labels(doc: dict[str, Any]) -> dict[str, str]:
+    if doc["kind"] == "JobSet":
+        return doc["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"]["labels"]
+    return doc["spec"]["template"]["metadata"]["labels"]
+
+
+def test_the_overlays_have_every_role() -> None:
+    assert set(OVERLAYS) == {"cpu", "gpu", "agents", "observability"}
+    always = {"redis", "producer", "worker", "scorer", "consumer", "evaluator", "trainer"}
+    more = {"agents": {"gateway", "rollout-server"}, "observability": {"dashboard"}}
+    for overlay in OVERLAYS:
+        assert {name for where, name in PODS if where == overlay} == always | more.get(overlay, set())
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_fits_the_schemas(overlay: str) -> None:
+    docs = [doc for doc in OVERLAYS[overlay] if not doc["apiVersion"].startswith("keda.sh/")]
+    assert list(manifests.faults(docs)) == []
+
+
+def test_kinds_of_others_fit_their_schemas() -> None:
+    docs = [*RANKS, *manifests.documents(COMPONENTS / "scaling/worker.yaml")]
+    docs += manifests.documents(COMPONENTS / "scaling-agents/gateway.yaml")
+    try:
+        assert list(manifests.faults(docs)) == []
+    except manifests.Unchecked as why:
+        pytest.skip(str(why))
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "said"),
+    [
+        ("Deployment", ("spec", "replica"), 1, "replica"),
+        ("Deployment", ("spec", "replicas"), "two", "two"),
+        ("NetworkPolicy", ("spec", "podSelectors"), {}, "podSelectors"),
+        ("JobSet", ("spec", "failurePolicies"), {}, "failurePolicies"),
+        ("JobSet", ("spec", "replicatedJobs", 0, "template", "spec", "completion"), 2, "completion"),
+    ],
+)
+def test_a_wrong_field_is_found(kind: str, path: tuple[str | int, ...], value: Any, said: str) -> None:
+    doc = yaml.safe_load(yaml.safe_dump(next(d for d in [*OVERLAYS["agents"], *RANKS] if d["kind"] == kind)))
+    at: Any = doc
+    for part in path[:-1]:
+        at = at[part]
+    at[path[-1]] = value
+    assert said in "\n".join(manifests.faults([doc]))
+
+
+@pytest.mark.parametrize(("field", "value"), [("minReplicaCounts", 0), ("maxReplicaCount", "many")])
+def test_a_wrong_field_of_keda_is_found(field: str, value: Any) -> None:
+    doc = next(d for d in manifests.documents(COMPONENTS / "scaling/worker.yaml") if d["kind"] == "ScaledObject")
+    doc["spec"][field] = value
+    try:
+        assert field in "\n".join(manifests.faults([doc]))
+    except manifests.Unchecked as why:
+        pytest.skip(str(why))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kubectl_builds_the_same(overlay: str) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl isn't installed")
+    command = ["kubectl", "kustomize", str(manifests.MANIFESTS / "overlays" / overlay)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    def by_name(docs: Any) -> dict[tuple[str, str], Any]:
+        return {(doc["kind"], doc["metadata"]["name"]): doc for doc in docs}
+
+    assert by_name(OVERLAYS[overlay]) == by_name(yaml.safe_load_all(built))
+
+
+@pytest.mark.parametrize(("overlay", "name"), PODS)
+def test_a_pod_is_watched_bounded_and_unprivileged(overlay: str, name: str) -> None:
+    pod = spec(PODS[overlay, name])
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["terminationGracePeriodSeconds"] >= 45
+    security = pod["securityContext"]
+    assert security["runAsNonRoot"] is True
+    assert security["runAsUser"] > 0
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    (container,) = pod["containers"]
+    own = container["securityContext"]
+    assert (own["allowPrivilegeEscalation"], own["readOnlyRootFilesystem"]) == (False, True)
+    assert own["capabilities"] == {"drop": ["ALL"]}
+    assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+    assert "memory" in container["resources"]["limits"]
+    if PODS[overlay, name]["kind"] != "JobSet":  # a rank that hangs is ended by the others
+        assert {"startupProbe", "livenessProbe"} <= container.keys()
+    mounted = {one["name"] for one in container["volumeMounts"]}
+    volumes = {one["name"] for one in pod.get("volumes", [])}
+    assert mounted - {"data"} == volumes
+
+
+@pytest.mark.parametrize(("overlay", "name"), OURS)
+def test_secrets_are_referred_to_and_only_who_needs_the_broker_sees_it(overlay: str, name: str) -> None:
+    doc = OURS[overlay, name]
+    env = {one["name"]: one for one in spec(doc)["containers"][0]["env"]}
+    for key, one in env.items():
+        if re.search("KEY|PASSWORD", key):
+            assert one["valueFrom"]["secretKeyRef"]["name"] == "sluice"
+    sees_broker = labels(doc)["sluice.dev/broker"] == "yes"
+    assert sees_broker == (name != "rollout-server")
+    assert sees_broker == ("REDIS_URL" in env)
+    assert sees_broker == ("runs" in {one["name"] for one in spec(doc)["volumes"]})
+    if sees_broker:
+        assert env["REDIS_URL"]["value"] == "redis://:$(REDIS_PASSWORD)@redis:6379/0"
+        assert list(env).index("REDIS_PASSWORD") < list(env).index("REDIS_URL"), "it is filled in from what precedes it"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_budget_and_a_service_find_their_pods(overlay: str) -> None:
+    pods = [labels(doc) for doc in OVERLAYS[overlay] if manifests.pod(doc) is not None]
+    for doc in OVERLAYS[overlay]:
+        wanted = {
+            "Service": lambda doc: doc["spec"]["selector"],
+            "PodDisruptionBudget": lambda doc: doc["spec"]["selector"]["matchLabels"],
+            "NetworkPolicy": lambda doc: doc["spec"]["podSelector"].get("matchLabels", {}),
+        }.get(doc["kind"])
+        if wanted is not None:
+            assert any(wanted(doc).items() <= found.items() for found in pods), doc["metadata"]["name"]
+
+
+def test_the_configuration_is_valid_and_its_run_is_the_one_that_keda_counts() -> None:
+    config = load_config(BASE / "config.yaml", environ={})
+    keys = Keys(config.run)
+    (worker,) = (d for d in OVERLAYS["gpu"] if d["kind"] == "ScaledObject")
+    (gateway,) = manifests.documents(COMPONENTS / "scaling-agents/gateway.yaml")
+    assert worker["spec"]["triggers"][0]["metadata"]["listName"] == keys.jobs
+    assert gateway["spec"]["triggers"][0]["metadata"]["listName"] == keys.rollouts
+    share = config.worker.max_batch // config.producer.group_size
+    assert int(worker["spec"]["triggers"][0]["metadata"]["listLength"]) == share
+    grace = spec(PODS["gpu", "worker"])["terminationGracePeriodSeconds"]
+    assert grace >= config.worker.drain_s + 30, "what is left goes back after drain_s"
+
+
+def test_the_ranks_replace_the_one_trainer(tmp_path: Path) -> None:
+    kubernetes = tmp_path / "kubernetes"
+    shutil.copytree(manifests.MANIFESTS, kubernetes)
+    mine = kubernetes / "overlays/cpu/kustomization.yaml"
+    mine.write_text(mine.read_text().replace("components:\n", "components:\n  - ../../components/ranks\n"))
+    found = [doc["kind"] for doc in manifests.build(mine.parent) if doc["metadata"]["name"] == "trainer"]
+    assert found == ["JobSet"]
+    replicated = RANKS[0]["spec"]["replicatedJobs"][0]
+    job = replicated["template"]["spec"]
+    command = spec(RANKS[0])["containers"][0]["command"]
+    assert f"--nnodes={job['parallelism']}" in command
+    assert job["completions"] == job["parallelism"]
+    host = f"{RANKS[0]['metadata']['name']}-{replicated['name']}-0-0.{RANKS[0]['metadata']['name']}"
+    assert f"--master-addr={host}" in command, "JobSet names the first pod so"
