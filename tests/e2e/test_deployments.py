@@ -1,4 +1,4 @@
-"""The other ways to start the roles: docker-compose.yml's commands, those of deploy/kubernetes, and arq's own command."""
+"""The other ways to start the roles: commands of docker-compose.yml and deploy/kubernetes, and arq's own command."""
 
 from __future__ import annotations
 
