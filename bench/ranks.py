@@ -15,17 +15,22 @@ import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
+from shutil import rmtree
+from tempfile import gettempdir
 from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sluice.consumers.training import lora
-from sluice.consumers.training.distributed import accept_whole_moments, shard_model
+from sluice.consumers.training.distributed import accept_split_model, accept_whole_moments, shard_model
+from sluice.consumers.training.model import load_policy
 from sluice.consumers.training.ranks import Ranks
 from sluice.consumers.training.shards import whole
 from sluice.consumers.training.step import TrainStep
-from sluice.pipeline.config.types import FsdpConfig, LoraConfig, PolicyConfig, TrainerConfig
+from sluice.pipeline.config.types import FsdpConfig, LoraConfig, ModelConfig, PolicyConfig, TrainerConfig
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
@@ -41,6 +46,8 @@ CASES = (
     "decoupled_ppo+lora",
     "gspo+lora+checkpointing",
 )
+TENSOR_PARALLEL = ("decoupled_ppo+tp", "decoupled_ppo+tp+tied", "dpo+tp", "gspo+tp+minibatches", "grpo+tp+kl+entropy")
+"""For 2 ranks."""
 HALF = ("decoupled_ppo+bf16", "dpo+bf16")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _WORK_S = 600.0
@@ -87,7 +94,10 @@ def _measured(case: str, ranks: Ranks) -> dict[str, float]:
         mixed_precision="bf16" if "bf16" in options else "no", activation_checkpointing="checkpointing" in options
     )
     samples = _samples(paired=loss == "dpo")
-    step = _step(loss, options, ranks, lambda model: shard_model(model, fsdp))
+    if "tp" in options:
+        step = _step(loss, options, None, accept_split_model, init_device_mesh("cpu", (ranks.size,)))
+    else:
+        step = _step(loss, options, ranks, lambda model: shard_model(model, fsdp))
     accept_whole_moments(step.optimizer)
     ours, record = _gradients(step, samples)
     theirs, expected = _gradients(_step(loss, options, None, lambda _model: None), samples)
@@ -98,7 +108,13 @@ def _measured(case: str, ranks: Ranks) -> dict[str, float]:
     }
 
 
-def _step(loss: str, options: Sequence[str], ranks: Ranks | None, before: Callable[[Any], None]) -> TrainStep:
+def _step(
+    loss: str,
+    options: Sequence[str],
+    ranks: Ranks | None,
+    before: Callable[[Any], None],
+    mesh: DeviceMesh | None = None,
+) -> TrainStep:
     policy: dict[str, Any] = {"enabled": True, "loss": loss}
     if loss == "dpo" or "kl" in options:
         policy |= {"kl_reference": 0, "kl_coef": 0.1} if loss != "dpo" else {"kl_reference": 0}
@@ -117,6 +133,8 @@ def _step(loss: str, options: Sequence[str], ranks: Ranks | None, before: Callab
         before(model)
 
     model, loss_options = _model(tied="tied" in options), PolicyConfig(**policy)
+    if mesh is not None:
+        model = _split(model, mesh)
     step = TrainStep(model, config, pad_id=0, row_tokens=48, policy=loss_options, ranks=ranks, shard=shard)
     step.prove()
     return step
@@ -185,6 +203,18 @@ def _model(*, tied: bool) -> Any:
         bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     return Qwen3ForCausalLM(settings).float().train()
+
+
+def _split(model: Any, mesh: DeviceMesh) -> Any:
+    """Loaded again, a part on each rank; transformers saves on rank 0 alone."""
+    directory = Path(gettempdir()) / f"sluice-ranks-{os.environ['TORCHELASTIC_RUN_ID']}"
+    model.save_pretrained(directory)
+    distributed.barrier()
+    try:
+        return load_policy(directory, ModelConfig(device="cpu"), mesh=mesh)
+    finally:
+        distributed.barrier()
+        rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

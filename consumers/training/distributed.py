@@ -6,6 +6,7 @@
 |------------------------------------|-----------------------------------------|-------------------------------|
 | `sluice train` alone               | nobody                                  | whole                         |
 | torchrun, or `trainer.ranks`       | `shard_model`, `trainer.fsdp`           | in shards                     |
+| the same with `tensor_parallel`    | transformers, as it loads the model     | in shards                     |
 | `accelerate launch`, one process   | accelerate, its configuration           | whole                         |
 | `accelerate launch`, several       | accelerate, its configuration           | in shards                     |
 
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -51,6 +52,7 @@ class Sharding:
     ranks: Ranks | None  # None: one process
     device: torch.device
     sees: bool  # whether some ranks may have images in a pass, and others none
+    mesh: DeviceMesh | None  # over which the model is loaded, a part of each matrix per rank; None: loaded whole
     before_optimizer: Callable[[Any], None]
     after_optimizer: Callable[[Any, torch.optim.Optimizer], None]
 
@@ -83,7 +85,7 @@ def started_sharded(environ: Mapping[str, str]) -> bool:
 
 def wants_ranks(config: Config) -> bool:
     """Whether the configuration asks for a process group, even of one."""
-    return config.trainer.ranks > 1 or config.trainer.fsdp != FsdpConfig()
+    return max(config.trainer.ranks, config.trainer.tensor_parallel) > 1 or config.trainer.fsdp != FsdpConfig()
 
 
 def _by_accelerate(environ: Mapping[str, str]) -> bool:
@@ -129,6 +131,10 @@ def sharding(config: Config) -> Generator[Sharding | None]:
         _refuse_on_ranks(config, size)
     if by_accelerate and config.trainer.fsdp != FsdpConfig():
         raise ConfigError(f"accelerate's own configuration says how to shard; leave trainer.fsdp out ({_GUIDE})")
+    if by_accelerate and config.trainer.tensor_parallel > 1:
+        raise ConfigError(
+            f"trainer.tensor_parallel isn't supported under accelerate; start torchrun instead ({_GUIDE})"
+        )
     try:
         yield _by_its_plugin(config, size) if by_accelerate else _by_torch(config)
     finally:
@@ -163,7 +169,15 @@ def _by_torch(config: Config) -> Sharding:
     def after(_model: Any, optimizer: torch.optim.Optimizer) -> None:
         accept_whole_moments(optimizer)
 
-    return Sharding(ranks, device, True, lambda model: shard_model(model, config.trainer.fsdp), after)
+    if (shared := config.trainer.tensor_parallel) > 1:
+        if ranks.size != shared:
+            raise ConfigError(
+                f"trainer.tensor_parallel {shared} needs as many ranks, and {ranks.size} were started; set "
+                f"trainer.ranks to {shared} ({_GUIDE})"
+            )
+        mesh = init_device_mesh(device.type, (shared,), mesh_dim_names=("tp",))
+        return Sharding(ranks, device, False, mesh, accept_split_model, after)
+    return Sharding(ranks, device, True, None, lambda model: shard_model(model, config.trainer.fsdp), after)
 
 
 def _by_its_plugin(config: Config, size: int) -> Sharding:
@@ -174,9 +188,23 @@ def _by_its_plugin(config: Config, size: int) -> Sharding:
         ranks,
         accelerator.device,
         ranks is None,
+        None,
         lambda _model: None,
         lambda model, optimizer: _shard(accelerator, model, optimizer, keep_whole=ranks is None),
     )
+
+
+def accept_split_model(model: Any) -> None:
+    """As `accept_whole_model`, of one that was loaded over a mesh. Raises ConfigError if a part isn't known as one."""
+    parts = model.state_dict(keep_vars=True)
+    with torch.device("meta"):
+        plain = type(model)(model.config).state_dict()
+    unknown = sorted(name for name, part in parts.items() if part.shape != plain[name].shape)
+    if unknown or not any(isinstance(part, DTensor) for part in parts.values()):
+        why = f"its plan splits {unknown[0]} in a way of its own" if unknown else "transformers has no plan for it"
+        raise ConfigError(f"trainer.tensor_parallel: {type(model).__name__} can't be split, {why}; set it to 1")
+    accept_whole_model(model)
+    get_logger().info("sharded", by="tensor parallel", ranks=distributed.get_world_size())
 
 
 def shard_model(model: Any, options: FsdpConfig) -> None:

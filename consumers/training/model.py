@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from xxhash import xxh3_128
 
 from sluice.consumers.training import lora
@@ -42,24 +43,27 @@ _WRITERS, _BLOCK = 4, 4 << 20
 _NOT_COPIED = (MANIFEST, HANDOFF_FILE)  # files of a version, not of its model
 
 
-def load_policy(path: Path, config: ModelConfig, *, dropout: bool = False) -> torch.nn.Module:
+def load_policy(
+    path: Path, config: ModelConfig, *, dropout: bool = False, mesh: DeviceMesh | None = None
+) -> torch.nn.Module:
     """Load a model directory: fp32 master weights, training mode, on the configured device. Raises ModelError.
 
     A model with a vision part is loaded in full, so that its versions are complete. `dropout`: keep the rates in its
-    config.json; otherwise all are 0, and two passes over the same tokens give the same numbers.
+    config.json; otherwise all are 0, and two passes over the same tokens give the same numbers. `mesh`: the ranks that
+    load a part of each matrix, by transformers' plan for the model.
     """
     if not path.is_dir():
         raise ModelError(f"{path}: no such model directory; set model.path or --model")
     if not list(path.glob("*.safetensors")):
         raise ModelError(f"{path}: no *.safetensors file; save the model with save_pretrained")
     try:
-        model = read_model(path, config, dropout=dropout)
+        model = read_model(path, config, dropout=dropout, mesh=mesh)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{path}: cannot be loaded ({error})") from error
     return model.to(device_of(config)).train()
 
 
-def read_model(path: Path, config: ModelConfig, *, dropout: bool = False) -> Any:
+def read_model(path: Path, config: ModelConfig, *, dropout: bool = False, mesh: DeviceMesh | None = None) -> Any:
     """The same on the CPU, with transformers' own errors; ValueError if the files don't fill the model."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
     from transformers.utils import logging as transformers_logging
@@ -78,6 +82,7 @@ def read_model(path: Path, config: ModelConfig, *, dropout: bool = False) -> Any
         attn_implementation=config.attn_implementation,
         trust_remote_code=code,
         output_loading_info=True,
+        **({} if mesh is None else {"tp_plan": "auto", "device_mesh": mesh}),
     )
     model, report = loaded
     bad = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))

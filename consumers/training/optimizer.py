@@ -70,7 +70,9 @@ def make_optimizer(model: Any, config: TrainerConfig) -> torch.optim.Optimizer:
     parameters = [each for each in model.parameters() if each.requires_grad or not config.lora.enabled]
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "weight_decay": config.weight_decay}
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, **options, fused=True)
+        is_part = {hasattr(each, "full_tensor") for each in parameters}
+        # torch's fused update takes no mixture of whole tensors and parts.
+        return torch.optim.AdamW(parameters, **options, **({"foreach": False} if len(is_part) > 1 else {"fused": True}))
     if config.optimizer == "adamw_8bit":
         return _adamw_8bit()(parameters, **options)
     if not hasattr(torch.optim, "Muon"):

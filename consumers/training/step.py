@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -154,13 +154,23 @@ class TrainStep:
         """Gradients of the loss of one optimiser batch; its sums of cross-entropy and geometry."""
         total, boxes = _weight(samples), _boxes(samples)
         ce_sum = geometry_sum = 0.0
+        # With tensor parallelism transformers sums some gradients over ranks behind each pass, and what earlier passes
+        # left in them once more: each pass starts without.
+        parts, others = _parts_and_others(self.model.parameters())
+        beside, sums = others if parts else [], dict[torch.nn.Parameter, torch.Tensor]()
         for packed in self._micro_batches(samples):
             ce, geometry, of_policy = self._losses(packed, samples, policy)
             loss = ce / total + geometry / boxes + of_policy
             if loss.requires_grad:
                 loss.backward()
+                for parameter in beside:
+                    if (gradient := parameter.grad) is not None:
+                        sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+                        parameter.grad = None
             ce_sum += float(ce.detach())
             geometry_sum += float(geometry.detach())
+        for parameter, gradient in sums.items():
+            parameter.grad = gradient
         return ce_sum, geometry_sum
 
     def score(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
@@ -197,7 +207,7 @@ class TrainStep:
         if not trains:
             self.optimizer.zero_grad(set_to_none=True)
             return math.nan
-        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)))
+        norm = _clipped(list(self.model.parameters()), self._config.max_grad_norm)
         if math.isfinite(norm):
             if self.before_update is not None:
                 self.before_update()
@@ -240,6 +250,30 @@ class TrainStep:
         truth = torch.from_numpy(np.asarray(boxes, dtype=np.float32) / 999.0).to(logits.device)
         config = self._config
         return geometry_loss(expected, truth, config.smooth_l1_weight, config.ciou_weight).sum
+
+
+def _parts_and_others(
+    parameters: Iterable[torch.nn.Parameter],
+) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Those of which this rank has a part, and those that it has whole."""
+    found: tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]] = [], []
+    for each in parameters:
+        found[not hasattr(each, "full_tensor")].append(each)
+    return found
+
+
+def _clipped(parameters: Sequence[torch.nn.Parameter], limit: float) -> float:
+    """Scale the gradients to a norm of at most `limit`; the norm before. torch has no operation on whole tensors and
+    parts together, and with tensor parallelism a model has both.
+    """
+    parts, others = _parts_and_others(parameters)
+    if not (parts and others):
+        return float(whole(torch.nn.utils.clip_grad_norm_(parameters, limit)))
+    grads = [[each.grad for each in some if each.grad is not None] for some in (parts, others)]
+    norm = math.hypot(*(float(whole(torch.nn.utils.get_total_norm(some))) for some in grads))
+    for some in (parts, others):
+        torch.nn.utils.clip_grads_with_norm_(some, limit, torch.tensor(norm))
+    return norm
 
 
 def _trains(samples: Sequence[TrainingSample], policy: PolicyTerm | PairTerm | None) -> bool:

@@ -471,7 +471,8 @@ def _prepare(config: Config, shards: Sharding | None, images: VisionSource | Non
         raise ConfigError("deterministic needs a trainer of one process, and this one has several ranks")
     source = Path(config.model.path)
     place = config.model if shards is None else replace(config.model, device=str(shards.device))
-    model = load_policy(source, place, dropout=config.trainer.dropout)
+    mesh = None if shards is None else shards.mesh
+    model = load_policy(source, place, dropout=config.trainer.dropout, mesh=mesh)
     codec = HFTextCodec(source)
     step = TrainStep(
         model,
@@ -481,7 +482,7 @@ def _prepare(config: Config, shards: Sharding | None, images: VisionSource | Non
         coord_ids=codec.coord_token_ids,
         policy=config.policy,
         images=images,
-        ranks=None if shards is None else shards.ranks,
+        ranks=None if shards is None or mesh is not None else shards.ranks,  # with a mesh all do the same passes
         **({} if shards is None else {"shard": shards.before_optimizer}),
     )
     if shards is not None:
@@ -513,8 +514,10 @@ async def _train(config: Config, shards: Sharding | None, ranks: Ranks | None) -
         images = await asyncio.to_thread(SampleImages.of, config, pixels_of(config))
         if ranks is not None and images is not None and shards is not None and not shards.sees:
             raise ConfigError(
-                f"accelerate shards a vision tower by its layers, and of {ranks.size} ranks those without images in a "
-                "pass would never meet the others there; start the trainer with trainer.ranks or torchrun"
+                "trainer.tensor_parallel isn't supported with a model that takes images; set it to 1"
+                if shards.mesh is not None
+                else f"accelerate shards a vision tower by its layers, and of {ranks.size} ranks those without images "
+                "in a pass would never meet the others there; start the trainer with trainer.ranks or torchrun"
             )
         if shards is not None and config.trainer.optimizer != "adamw":
             raise ConfigError(

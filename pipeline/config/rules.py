@@ -18,6 +18,7 @@ from sluice.pipeline.config.types import (
     Config,
     DataConfig,
     EvalConfig,
+    FsdpConfig,
     PolicyConfig,
     RepeatTerminateConfig,
 )
@@ -165,6 +166,7 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
         "trainer.micro_batch_tokens": config.trainer.micro_batch_tokens,
         "trainer.minibatches": config.trainer.minibatches,
         "trainer.ranks": config.trainer.ranks,
+        "trainer.tensor_parallel": config.trainer.tensor_parallel,
         "trainer.rank_timeout_s": config.trainer.rank_timeout_s,
         "trainer.checkpoint_timeout_s": config.trainer.checkpoint_timeout_s,
         "trainer.keep_checkpoints": config.trainer.keep_checkpoints,
@@ -493,6 +495,17 @@ def _flow(config: Config) -> Iterator[tuple[bool, str]]:
 def _ranks(config: Config) -> Iterator[tuple[bool, str]]:
     """What a trainer of several processes leaves out."""
     trainer = config.trainer
+    shared = trainer.tensor_parallel
+    yield (
+        shared == 1 or trainer.ranks in (1, shared),
+        f"trainer.tensor_parallel {shared} with trainer.ranks {trainer.ranks}: it isn't combined with FSDP; set "
+        f"trainer.ranks to {shared}, or trainer.tensor_parallel to 1",
+    )
+    yield (
+        shared == 1 or (trainer.fsdp == FsdpConfig() and not trainer.lora.enabled),
+        f"trainer.tensor_parallel {shared} with trainer.{'lora' if trainer.lora.enabled else 'fsdp'}: only one of them "
+        "splits the model; remove one",
+    )
     if trainer.ranks == 1:
         return
     for key, value, why in (

@@ -418,6 +418,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     batch_wait_s: float = 600.0  # without a batch, a filtered group or a batch's images for this long the trainer ends
     torch_threads: int = 1  # 0 = torch's own choice
     ranks: int = 1  # processes that share one model, each with a GPU of its own if there are GPUs
+    tensor_parallel: int = 1  # ranks that share each layer's matrices, as the model's plan says; 1, or all of them
     rank_timeout_s: float = 600.0  # a rank that doesn't answer the others for this long ends the trainer
     fsdp: FsdpConfig = FsdpConfig()
 

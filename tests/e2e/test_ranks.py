@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from sluice.bench.ranks import CASES, gradient_errors
+from sluice.bench.ranks import CASES, TENSOR_PARALLEL, gradient_errors
 from sluice.consumers.training.trainer import train
 from sluice.pipeline.config import load_config
 from sluice.pipeline.wire.messages import TrainingSample
@@ -36,6 +36,14 @@ def test_gradients_and_records_are_those_of_one_process(ranks: int) -> None:
         assert apart_by["record"] < 1e-4, case
 
 
+def test_gradients_of_tensor_parallelism_are_those_of_one_process() -> None:
+    """Over several passes too: transformers sums some gradients over ranks behind each of them."""
+    found = asyncio.run(gradient_errors(2, TENSOR_PARALLEL))
+    for case, apart_by in found.items():
+        assert apart_by["gradient"] < 1e-5, case
+        assert apart_by["record"] < 1e-4, case
+
+
 def versions(stack: Stack) -> dict[int, dict[str, torch.Tensor]]:
     """Whole, or adapters."""
     root = stack.run_dir / "weights"
@@ -48,8 +56,9 @@ def ended_well(process: Process) -> str:
     return process.text()
 
 
-def on_ranks(stack: Stack, ranks: int, until: int) -> str:
+def on_ranks(stack: Stack, ranks: int, until: int, *options: str) -> str:
     more = ("--set", f"trainer.ranks={ranks}", "--set", f"trainer.max_versions={until}")
+    more += tuple(part for option in options for part in ("--set", option))
     return ended_well(stack.start("train", *more))
 
 
@@ -66,6 +75,19 @@ def test_a_run_goes_on_with_any_number_of_ranks(make_stack: MakeStack, beside: b
     assert all(apart(ours[number], theirs[number]) < TOLERANCE for number in ours)
     assert (spread.run_dir / "checkpoints/step-000002/trainer/shards").is_dir()
     assert not (spread.run_dir / "checkpoints/step-000004/trainer/shards").exists()
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["waited for", "beside the steps"])
+def test_a_run_goes_on_with_tensor_parallelism_and_without(make_stack: MakeStack, beside: bool) -> None:
+    trainer = {"keep_checkpoints": 10, "async_checkpoints": beside}
+    plain, spread = (ready_run(make_stack, weights={"retention": 10}, trainer=trainer) for _ in range(2))
+    for step, (ranks, shared) in enumerate(((2, 2), (2, 1), (2, 2), (1, 1)), start=1):
+        said = on_ranks(spread, ranks, step, f"trainer.tensor_parallel={shared}")
+        assert ('by="tensor parallel"' in said) == (shared > 1), said
+        assert (f"event=resumed step={step - 1}" in said) == (step > 1)
+    asyncio.run(train(load_config(plain.config_file, environ={"REDIS_URL": str(plain.broker_url)})))
+    ours, theirs = versions(spread), versions(plain)
+    assert all(apart(ours[number], theirs[number]) < TOLERANCE for number in ours)
 
 
 def test_adapters_go_on_with_any_number_of_ranks(make_stack: MakeStack) -> None:

@@ -61,6 +61,7 @@ def test_what_torchrun_started() -> None:
     [
         (["trainer.ranks=3"], "trainer.ranks: 2, as many as were started"),
         (["trainer.dropout=true"], "trainer.dropout: false"),
+        (["trainer.lora.rank=4", "trainer.lora.dropout=0.1"], "trainer.lora.dropout: 0"),
         (["trainer.claim_gpu=true"], "trainer.claim_gpu: false"),
         (["trainer.optimizer=muon"], "trainer.optimizer: adamw"),
         (["model.device=cuda:1"], "model.device: cuda"),
