@@ -77,9 +77,17 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
 
     memory = ratios(rounds, "ours", "plain", lambda sample: sample.peak_mb)
     speed = {peer: ratios(rounds, "ours", peer, rate) for peer in plan.sides if peer != "ours"}
-    from sluice.bench.ranks import CASES, HALF, gradient_errors, worst  # it imports torch, and so would --help
+    from sluice.bench.ranks import (
+        CASES,
+        HALF,
+        TENSOR_PARALLEL,
+        gradient_errors,
+        worst,
+    )  # it imports torch, and so would --help
 
-    of_ranks = worst([await gradient_errors(count, CASES) for count in plan.ranks])
+    of_ranks = worst(
+        [*[await gradient_errors(count, CASES) for count in plan.ranks], await gradient_errors(2, TENSOR_PARALLEL)]
+    )
     of_memory, of_speed = median(memory), {peer: median(values) for peer, values in speed.items()}
     return {
         "peak_vs_plain": of_memory,
