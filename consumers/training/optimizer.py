@@ -72,7 +72,8 @@ def make_optimizer(model: Any, config: TrainerConfig) -> torch.optim.Optimizer:
     if config.optimizer == "adamw":
         is_part = {hasattr(each, "full_tensor") for each in parameters}
         # torch's fused update takes no mixture of whole tensors and parts.
-        return torch.optim.AdamW(parameters, **options, **({"foreach": False} if len(is_part) > 1 else {"fused": True}))
+        options |= {"foreach": False} if len(is_part) > 1 else {"fused": True}
+        return torch.optim.AdamW(parameters, **options)
     if config.optimizer == "adamw_8bit":
         return _adamw_8bit()(parameters, **options)
     if not hasattr(torch.optim, "Muon"):
