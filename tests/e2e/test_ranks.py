@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from sluice.bench.ranks import CASES, TENSOR_PARALLEL, gradient_errors
 from sluice.consumers.training.trainer import train
@@ -21,6 +22,7 @@ from tests.e2e.processes import BIN, Process, wait_gone
 from tests.e2e.ready_batches import STEPS, TOLERANCE, apart, ready_run
 from tests.e2e.stack import STOPPED, Stack
 from tests.seen_samples import image_files, processor_of, seeing_config, seen_sample
+from tests.tiny_models import save_tiny_model
 from tests.tiny_vision_models import save_tiny_qwen3_vl
 
 FSDP = Path(__file__).parents[2] / "configs/accelerate/fsdp.yaml"
@@ -78,9 +80,17 @@ def test_a_run_goes_on_with_any_number_of_ranks(make_stack: MakeStack, beside: b
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["waited for", "beside the steps"])
-def test_a_run_goes_on_with_tensor_parallelism_and_without(make_stack: MakeStack, beside: bool) -> None:
-    trainer = {"keep_checkpoints": 10, "async_checkpoints": beside}
-    plain, spread = (ready_run(make_stack, weights={"retention": 10}, trainer=trainer) for _ in range(2))
+def test_a_run_goes_on_with_tensor_parallelism_and_without(make_stack: MakeStack, tmp_path: Path, beside: bool) -> None:
+    directory = save_tiny_model(tmp_path / "model")
+    model: Any = AutoModelForCausalLM.from_pretrained(directory)
+    model.resize_token_embeddings(264)  # rows of the output layer are divided among the ranks
+    model.save_pretrained(directory)
+    sections: dict[str, Any] = {
+        "model": {"path": str(directory), "device": "cpu"},
+        "trainer": {"keep_checkpoints": 10, "async_checkpoints": beside},
+        "weights": {"retention": 10},
+    }
+    plain, spread = (ready_run(make_stack, **sections) for _ in range(2))
     for step, (ranks, shared) in enumerate(((2, 2), (2, 1), (2, 2), (1, 1)), start=1):
         said = on_ranks(spread, ranks, step, f"trainer.tensor_parallel={shared}")
         assert ('by="tensor parallel"' in said) == (shared > 1), said
