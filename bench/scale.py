@@ -15,8 +15,9 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -305,6 +306,7 @@ class AnsweringBackend:
     """The same tokens for every prompt, at once."""
 
     version = 0
+    versions: Mapping[str, int] = MappingProxyType({"": 0})
     images_processed = 0
 
     def __init__(self, model: Path) -> None:
@@ -330,7 +332,17 @@ class AnsweringBackend:
     ) -> None:
         raise EngineError(f"an engine without weights was given {directory}")
 
-    async def score(self, token_ids: Sequence[int]) -> float:
+    async def load_adapter(
+        self,
+        name: str,
+        directory: Path,
+        version: int = 0,
+        probe: WeightsProbe | None = None,
+        parent: int | None = None,
+    ) -> None:
+        raise EngineError(f"an engine without weights was given {directory}")
+
+    async def score(self, token_ids: Sequence[int], adapter: str = "") -> float:
         raise EngineError("an engine without weights cannot score")
 
     async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:

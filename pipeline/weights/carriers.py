@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import WeightsError
@@ -60,7 +60,11 @@ class Carrier(Protocol):
         ...
 
 
-def carrier_of(config: Config, tell: Callable[..., None] = lambda **_: None) -> Carrier:
+def _untold(**_facts: Any) -> None:
+    """Nobody listens."""
+
+
+def carrier_of(config: Config, tell: Callable[..., None] = _untold) -> Carrier:
     """The one that the run uses, on whichever host this is; `tell` gets facts about it, from any thread."""
     base, transport = Path(config.model.path), config.weights.transport
     if transport in ("store", "delta") or (transport == "engine" and config.weights.store_url):
@@ -140,7 +144,7 @@ class SharedMemory:
         durable: Carrier,
         run: str,
         base: Path | None = None,
-        tell: Callable[..., None] = lambda **_: None,
+        tell: Callable[..., None] = _untold,
         root: Path = MEMORY,
     ) -> None:
         """`base`: the model directory that adapters are put on; `tell` gets `weight_fallbacks`; `root`: a tmpfs."""

@@ -19,7 +19,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -160,7 +160,7 @@ class HostCache:
         return (path for path in self._root.iterdir() if _KEY.fullmatch(path.name) and path.is_dir())
 
     @contextmanager
-    def _room(self) -> Iterator[None]:
+    def _room(self) -> Generator[None]:
         """One process of this host at a time counts bytes."""
         lock = os.open(self._root / ".room.lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:

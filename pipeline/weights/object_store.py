@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import secrets
@@ -185,9 +186,8 @@ class ObjectStore:
     def _call(self, method: str, args: tuple[Any, ...], options: dict[str, Any], limit_s: float) -> Any:
         if not getattr(self._fs, "async_impl", False):
             return getattr(self._fs, method)(*args, **options)
-        from fsspec.asyn import sync
-
-        return sync(self._fs.loop, getattr(self._fs, f"_{method}"), *args, timeout=limit_s, **options)
+        asyn: Any = importlib.import_module("fsspec.asyn")
+        return asyn.sync(self._fs.loop, getattr(self._fs, f"_{method}"), *args, timeout=limit_s, **options)
 
 
 class _Range:
@@ -208,14 +208,13 @@ def said(error: BaseException) -> str:
 
 
 def _open(url: str, quiet_s: float) -> tuple[Any, str]:
-    import fsspec
-
+    fsspec: Any = importlib.import_module("fsspec")
     scheme = urlsplit(url).scheme
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme in ("s3", "s3a"):
         options["config_kwargs"] = {"connect_timeout": min(_CONNECT_S, quiet_s), "read_timeout": quiet_s}
     try:
-        fs, path = cast("tuple[Any, str]", cast(Any, fsspec).core.url_to_fs(url, **options))
+        fs, path = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
         raise ConfigError(f"weights.store_url {url}: needs {_EXTRAS.get(scheme, scheme)} ({error})") from error
     except ValueError as error:

@@ -23,7 +23,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 
 from sluice.pipeline.errors import WeightsError
@@ -166,7 +166,7 @@ def sweep(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _aside(directory: Path) -> Iterator[Path]:
+def _aside(directory: Path) -> Generator[Path]:
     """A directory that no reader sees; removed if the block raises."""
     aside = directory / f".{secrets.token_hex(8)}.tmp"
     aside.mkdir()

@@ -243,7 +243,7 @@ class Store:
 
     def check(self, manifest: WeightVersion, directory: Path) -> None:
         """Everything but the digests, which were checked as the files were written."""
-        versions.verify(msgspec.structs.replace(manifest, path=str(directory)), self._base, check=lambda *_: None)
+        versions.verify(msgspec.structs.replace(manifest, path=str(directory)), self._base, check=_checked_before)
 
     def _find(self, folder: str) -> _Contents | None:
         """None if it isn't there, or was damaged."""
@@ -339,6 +339,10 @@ class _Recipe:
         for path in [*changes, aside / ".whole"]:
             path.unlink(missing_ok=True)
         return found
+
+
+def _checked_before(_version: WeightVersion, _directory: Path) -> None:
+    """For `versions.verify`."""
 
 
 def _link(source: Path, target: Path) -> None:

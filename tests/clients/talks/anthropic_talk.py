@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 from anthropic import Anthropic
 
@@ -17,9 +18,9 @@ TOOLS = [{"name": name, "description": name, "input_schema": NUMBERS} for name i
 
 gateway = base_url.removesuffix("/v1")
 client = Anthropic(base_url=f"{gateway}/rollouts/{rollout_id}", api_key="none", max_retries=0, timeout=60)
-messages = [{"role": "user", "content": prompt}]
+messages: list[Any] = [{"role": "user", "content": prompt}]
 for turn in range(6):
-    asked = {"model": "policy", "max_tokens": 40, "messages": messages, "tools": TOOLS}
+    asked: dict[str, Any] = {"model": "policy", "max_tokens": 40, "messages": messages, "tools": TOOLS}
     if turn % 2:
         with client.messages.stream(**asked) as stream:
             answer = stream.get_final_message()
@@ -36,4 +37,4 @@ for turn in range(6):
             "content": [{"type": "tool_result", "tool_use_id": name, "content": text} for name, text in results],
         }
     )
-print(json.dumps({"answer": answer.content[-1].text}))
+print(json.dumps({"answer": "".join(block.text for block in answer.content[-1:] if block.type == "text")}))

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 from openai import OpenAI
 
@@ -17,7 +18,7 @@ TOOLS = [{"type": "function", "name": name, "parameters": NUMBERS, "strict": Fal
 
 gateway = base_url.removesuffix("/v1")
 client = OpenAI(base_url=f"{gateway}/rollouts/{rollout_id}/v1", api_key="none", max_retries=0, timeout=60)
-asked = {"input": prompt}
+asked: dict[str, Any] = {"input": prompt}
 for turn in range(6):
     asked |= {"model": "policy", "max_output_tokens": 40, "tools": TOOLS}
     if turn % 2:
