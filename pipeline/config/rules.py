@@ -506,6 +506,10 @@ def _ranks(config: Config) -> Iterator[tuple[bool, str]]:
         f"trainer.tensor_parallel {shared} with trainer.{'lora' if trainer.lora.enabled else 'fsdp'}: only one of them "
         "splits the model; remove one",
     )
+    yield (
+        shared == 1 or not trainer.async_checkpoints,
+        f"trainer.tensor_parallel {shared} with trainer.async_checkpoints: its parts can't be copied aside; remove one",
+    )
     if trainer.ranks == 1:
         return
     for key, value, why in (

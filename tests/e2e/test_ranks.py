@@ -79,15 +79,14 @@ def test_a_run_goes_on_with_any_number_of_ranks(make_stack: MakeStack, beside: b
     assert not (spread.run_dir / "checkpoints/step-000004/trainer/shards").exists()
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["waited for", "beside the steps"])
-def test_a_run_goes_on_with_tensor_parallelism_and_without(make_stack: MakeStack, tmp_path: Path, beside: bool) -> None:
+def test_a_run_goes_on_with_tensor_parallelism_and_without(make_stack: MakeStack, tmp_path: Path) -> None:
     directory = save_tiny_model(tmp_path / "model")
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     model.resize_token_embeddings(264)  # rows of the output layer are divided among the ranks
     model.save_pretrained(directory)
     sections: dict[str, Any] = {
         "model": {"path": str(directory), "device": "cpu"},
-        "trainer": {"keep_checkpoints": 10, "async_checkpoints": beside},
+        "trainer": {"keep_checkpoints": 10},
         "weights": {"retention": 10},
     }
     plain, spread = (ready_run(make_stack, **sections) for _ in range(2))

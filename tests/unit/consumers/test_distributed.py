@@ -164,3 +164,17 @@ def test_a_checkpoint_of_a_sharded_model_is_a_plain_one(tied: bool, tmp_path: Pa
     for step in crossed.values():
         trained, expected = weights_of(step), weights_of(plain)
         assert max(float((trained[name] - expected[name]).abs().max()) for name in expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["trainer.ranks=4"], r"trainer\.ranks 4: it isn't combined with FSDP"),
+        (["trainer.fsdp.cpu_offload=true"], r"with trainer\.fsdp: only one of them"),
+        (["trainer.lora.rank=4"], r"with trainer\.lora: only one of them"),
+        (["trainer.async_checkpoints=true"], r"with trainer\.async_checkpoints"),
+    ],
+)
+def test_what_tensor_parallelism_is_not_combined_with(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config(None, ["trainer.ranks=2", "trainer.tensor_parallel=2", *overrides])
