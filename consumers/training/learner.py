@@ -27,7 +27,7 @@ from sluice.consumers.training.images import ReceivedImages, SampleImages, SentI
 from sluice.consumers.training.model import own_tensors, probe_score, write_model
 from sluice.consumers.training.ranks import Ranks
 from sluice.consumers.training.session import Fence
-from sluice.consumers.training.shards import ShardsBeside, gathered, save_shards
+from sluice.consumers.training.shards import ShardsBeside, gathered, is_sharded, save_shards
 from sluice.consumers.training.snapshot import Shadow, Snapshot, rounded
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import ModelConfig
@@ -159,7 +159,7 @@ class Learner:
         probe `token_ids`).
         """
         model = self._step.model
-        if self._ranks is None:
+        if self._ranks is None and not is_sharded(model):
             self._shadow = shadow = self._shadow or Shadow(model)
             found = Snapshot(model, _DTYPES[dtype], lambda tensors: shadow.score(tensors, token_ids))
         else:

@@ -125,6 +125,11 @@ def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether the model is in parts, be it on one rank."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def like(part: Any, value: torch.Tensor) -> torch.Tensor:
     """A full tensor with the layout of a sharded part; every rank has the same, so nothing is sent."""
     if not isinstance(part, DTensor) or isinstance(value, DTensor):

@@ -8,8 +8,8 @@
 - Tensors are cast to `weights.dtype` as they are copied; the model's own stay as they are. What transformers keeps in
   float32 in a half-precision model stays in float32.
 - The probe is scored in float32 under what is published. A second model without tensors of its own does it, which gets
-  those of the copy one layer at a time. Of a model in parts on several ranks, all of them round theirs, score and go
-  back, before the next step.
+  those of the copy one layer at a time. Of a model in parts, all ranks round theirs, score and go back, before the
+  next step.
 """
 
 from __future__ import annotations
