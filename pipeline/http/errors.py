@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -37,23 +37,30 @@ class Problem(BaseModel):
     error: ProblemDetail
 
 
-def documented(texts: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
-    """Errors of a route, for its OpenAPI page: what each status means, with an example."""
-    return {
-        status: {
-            "model": Problem,
-            "description": text,
-            "content": {"application/json": {"example": problem(status, text)}},
-        }
-        for status, text in texts.items()
-    }
-
-
 def problem(status: int, message: str, path: str | None = None) -> dict[str, dict[str, str | None]]:
     """The body of an error; `path` is the place in the request, such as "messages.0.role"."""
     default = ("server_error", "internal_error") if status >= 500 else ("invalid_request_error", "invalid_request")
     kind, code = _KINDS.get(status, default)
     return {"error": {"message": message, "type": kind, "param": path, "code": code}}
+
+
+def documented(
+    texts: Mapping[int, str],
+    model: type[BaseModel] = Problem,
+    example: Callable[[int, str], Mapping[str, Any]] = problem,
+) -> dict[int | str, dict[str, Any]]:
+    """Errors of a route, for its OpenAPI page: what each status means, with an example.
+
+    `model`, `example`: the form of the body where it isn't OpenAI's.
+    """
+    return {
+        status: {
+            "model": model,
+            "description": text,
+            "content": {"application/json": {"example": example(status, text)}},
+        }
+        for status, text in texts.items()
+    }
 
 
 def problem_response(

@@ -18,7 +18,14 @@ from sluice.producers.gateway import messages_api
 from sluice.producers.gateway.chat import Once
 from sluice.producers.gateway.completion import Answer, TextStream, with_error
 from sluice.producers.gateway.messages_api import CountRequest, MessagesAnswer, MessagesRequest
-from sluice.producers.gateway.openapi import MESSAGES, MESSAGES_EXAMPLES, RESPONSES, RESPONSES_EXAMPLES, errors
+from sluice.producers.gateway.openapi import (
+    MESSAGES,
+    MESSAGES_EXAMPLES,
+    RESPONSES,
+    RESPONSES_EXAMPLES,
+    errors,
+    messages_errors,
+)
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.requests import ChatCall
 from sluice.producers.gateway.responses_api import ResponsesAnswer, ResponsesRequest
@@ -58,7 +65,7 @@ def agent_routes(service: Service) -> APIRouter:
 
 
 def _add_messages(router: APIRouter, service: Service) -> None:
-    said: dict[str, Any] = {"response_model": None, "responses": MESSAGES | errors(*_FAILURES)}
+    said: dict[str, Any] = {"response_model": None, "responses": MESSAGES | messages_errors(*_FAILURES)}
 
     @router.post("/v1/messages", summary="Anthropic's API: a message, or the next turn of a rollout", **said)
     async def messages(
@@ -77,7 +84,7 @@ def _add_messages(router: APIRouter, service: Service) -> None:
         """For agents whose only setting is the base URL: `{gateway}/rollouts/{rollout_id}`."""
         return await _message(service, in_rollout(body, header=x_rollout_id, url=rollout_id), request)
 
-    @router.post("/v1/messages/count_tokens", summary="Tokens of a conversation", responses=errors(*_FAILURES))
+    @router.post("/v1/messages/count_tokens", summary="Tokens of a conversation", responses=messages_errors(*_FAILURES))
     async def count(body: CountRequest) -> Counted:
         """Nothing is decoded."""
         return await _count(service, body)
@@ -85,7 +92,7 @@ def _add_messages(router: APIRouter, service: Service) -> None:
     @router.post(
         f"{SCOPE}/v1/messages/count_tokens",
         summary="Tokens of a conversation, under a rollout's URL",
-        responses=errors(*_FAILURES),
+        responses=messages_errors(*_FAILURES),
     )
     async def count_of_rollout(rollout_id: RolloutPath, body: CountRequest) -> Counted:
         """The same for every rollout, open or not."""

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
@@ -417,6 +417,21 @@ _KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+class MessagesProblemDetail(BaseModel):
+    """What went wrong, where, and what to do."""
+
+    type: str = Field(description="Such as `invalid_request_error` or `api_error`.")
+    message: str = Field(description="For people; never contains an API key.")
+    param: str | None = Field(description="The path of the field, such as `messages.0.role`.")
+
+
+class MessagesProblem(BaseModel):
+    """An error in Anthropic's form."""
+
+    type: Literal["error"]
+    error: MessagesProblemDetail
 
 
 def problem(status: int, message: str, path: str | None = None) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from fastapi.openapi.models import Example
 
 from sluice.pipeline.http.errors import documented
 from sluice.producers.gateway.infer import InferRequest, RequestConfig
+from sluice.producers.gateway.messages_api import MessagesProblem
+from sluice.producers.gateway.messages_api import problem as messages_problem
 from sluice.producers.http.schemas import CompletionsResponse
 
 _JSON = "application/json"
@@ -339,3 +341,8 @@ _ERRORS = {
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The error answers of a route."""
     return documented({status: _ERRORS[status] for status in statuses})
+
+
+def messages_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The error answers of a route of Anthropic's API, in that API's form."""
+    return documented({status: _ERRORS[status] for status in statuses}, MessagesProblem, messages_problem)

@@ -24,11 +24,11 @@ ATTEMPTS = 5
 
 @pytest.fixture(autouse=True)
 def own_weights_again(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[None]:
-    """The session's engine has its own weights again after each test of a module that imports this."""
-    used = request.getfixturevalue("backend") if "backend" in request.fixturenames else None
+    """The session's engines have their own weights again after each test of a module that imports this."""
+    used = [request.getfixturevalue(name) for name in ("backend", "vllm") if name in request.fixturenames]
     yield
-    if used is not None:
-        asyncio.run(used.load_weights(model_dir, 0))
+    for backend in used:
+        asyncio.run(backend.load_weights(model_dir, 0))
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,11 @@ def test_retired_versions_are_named(run: Path, capsys: pytest.CaptureFixture[str
         (lambda run: (run / "rollouts/step-000004.msgpack").write_bytes(b"\x00"), 3, "step-000004.msgpack"),
         (lambda run: shutil.rmtree(run / "weights"), 6, "weights.retention"),
         (lambda run: (run / "weights/v000001/manifest.json").unlink(), 6, "v000001"),
-        (lambda run: _flip_last_byte(run / "weights/v000001/model.safetensors"), 6, "version 1: digest"),
+        (
+            lambda run: _flip_last_byte(run / "weights/v000001/model.safetensors"),
+            6,
+            "version 1: model.safetensors: digest",
+        ),
         (lambda run: (run / "weights/v000001").rename(run / "weights/v000003") and _swap(run), 6, "renamed"),
         (lambda run: (run / "weights/v000001/config.json").write_text("{}"), 5, "cannot be loaded"),
         (lambda run: (run / "config.resolved.yaml").write_text("nonsense: 1"), 2, "nonsense"),
