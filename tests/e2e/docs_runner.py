@@ -33,6 +33,7 @@ from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.wire.keys import Keys
 from tests.command import call
+from tests.e2e.agents import free_ports
 from tests.e2e.docs_pages import ROOT, Command, split
 from tests.e2e.docs_rules import SHELL, STAYS, SUBSTITUTES, How, rule_for
 from tests.e2e.docs_workspace import Workspace
@@ -212,7 +213,10 @@ class Runner:
             build().parse_args(shlex.split(text)[1:], exit_on_error=False, print_error=False)
 
     def _dry_run(self, text: str) -> None:
-        self.in_process([*shlex.split(text)[1:], "--dry-run"])
+        """With a name and ports of its own: the page's run before it may be alive still, which the reader has ended."""
+        gateway, server = free_ports(2)
+        own = [f"gateway.port={gateway}", f"rollout_server.port={server}", "run=dry-run"]
+        self.in_process([*shlex.split(text)[1:], "--dry-run", *(word for each in own for word in ("--set", each))])
 
     def _make(self, text: str) -> None:
         target, *settings = text.split()[1:]

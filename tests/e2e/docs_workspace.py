@@ -30,7 +30,7 @@ from tests.tiny_models import save_tiny_model
 CONTEXT = 1024
 _FILE = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 """A block of a page that is a file: its first line says the name."""
-RUNS = ("text", "rewards", "groups", "agents", "detection", "mine", "letters")
+RUNS = ("dry-run", "text", "rewards", "groups", "agents", "detection", "mine", "letters")
 _SMALL: dict[str, dict[str, Any]] = {
     "model": {"device": "cpu"},
     "sampling": {"max_new_tokens": 8},
