@@ -9,6 +9,7 @@
 - `rewards`: your own functions, which score sequences before the task's steps.
 - `tasks`: the contract of a task, the built-in ones, and how a config replaces their steps.
 - `training`: one session for every trainer, the built-in one, and `handoff` for your own training loop.
+- `adapters`: trainers of other packages on the hand-off.
 - `history`: finished sequences on disk; `dashboard`, `export` and `audit` read it.
 """
 
