@@ -90,7 +90,7 @@ class Drill:
             self._armed = False
             killed_at = time.time()
             pid = supervisor.kill(_VICTIM)
-            self.kill = Kill(_VICTIM, pid, killed_at, at_s, running=_running(now))
+            self.kill = Kill(_VICTIM, pid, killed_at, at_s, running=_running(now), heldout=now.evaluating_jobs)
             progress.say(f"SIGKILL to {_VICTIM} (pid {pid}) while it decodes")
         elif self.kill is not None and self.kill.back_s is None:
             self.kill = self._with_successor(self.kill, now)
@@ -102,15 +102,19 @@ class Drill:
         return replace(kill, back_s=max(0.0, row.at - kill.at))
 
     def _is_time(self, now: Snapshot) -> bool:
-        """With a full batch a quarter through, by a heartbeat that is fresh; half through, whenever it decodes."""
+        """With a full batch a quarter through, by a heartbeat that is fresh; half through, whenever it decodes.
+
+        Not amid held-out prompts, until half through: the kill is to cost training rollouts, which must all be trained.
+        """
         row = now.process(_VICTIM)
         if now.total is None or row is None or not row.is_alive or now.committed < _KILL_AT * now.total:
             return False
         if now.committed >= _KILL_LATEST * now.total:
             return _running(now) > 0
-        return row.age_s <= _FRESH_S and _running(now) >= self.config.worker.max_batch // 2
+        return not now.evaluating_jobs and row.age_s <= _FRESH_S and _running(now) >= self.config.worker.max_batch // 2
 
 
 def _running(now: Snapshot) -> int:
     """Sequences in the victim, by its last heartbeat."""
-    return sum(int(row.facts.get("running", 0)) for row in now.alive("worker") if row.name == _VICTIM)
+    row = now.process(_VICTIM)
+    return int(row.facts.get("running", 0)) if row is not None and row.is_alive else 0

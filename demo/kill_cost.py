@@ -6,6 +6,7 @@
 - Counted: jobs, sequences, their ends, seconds, tokens of the later attempts, tokens restored from storage.
 - Estimated: tokens that the killed worker had decoded itself, for they died with it: the seconds for which it held a
   job times its pace over the sequences that it had finished last, and no more than the next attempt decoded.
+- Held-out prompts leave no log either: a kill that hit only those cost no training rollout.
 - Calls of an agent rollout leave no log in the history: of such a run only the moment of the kill is known.
 """
 
@@ -35,7 +36,18 @@ class Kill:
     at: float
     at_s: float
     running: int = 0  # sequences in it, by its last heartbeat
+    heldout: int = 0  # jobs of held-out prompts that were queued or decoding, on whatever worker
     back_s: float | None = None  # seconds until its successor reported
+
+    @property
+    def why_free(self) -> str:
+        """Why no training rollout was decoded again, though sequences ran in it."""
+        if self.heldout:
+            return (
+                f"it held no training rollout; {self.heldout} held-out prompts were in the queue or on a worker, and "
+                "those that it held were decoded again"
+            )
+        return "it had committed all its jobs since its last heartbeat, so nothing was decoded again"
 
 
 @dataclass(frozen=True)

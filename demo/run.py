@@ -279,7 +279,7 @@ def _cost_line(cost: KillCost | None) -> str:
     if cost is None:
         return ""
     if not cost.jobs:
-        return f"  {cost.kill.worker} held no job when it was killed\n"
+        return f"  when {cost.kill.worker} was killed, {cost.kill.why_free}\n"
     return (
         f"  {cost.kill.worker} was killed with {len(cost.jobs)} jobs: next attempts {cost.wait_s:.1f} s later, "
         f"{cost.decoded_again:,} tokens decoded again, about {cost.decoded_twice:,} of them twice\n"

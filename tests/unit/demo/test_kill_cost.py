@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,9 @@ def test_the_picture_has_a_row_per_job_and_labels_at_equal_parts_of_its_width(tm
     assert (first["began"], first["again"]) == (pytest.approx(500.0), pytest.approx(500.0))
     assert second["began"] == pytest.approx(666.7)
     assert second["y"] > first["y"]
+
+
+def test_why_a_kill_cost_no_training_rollout(tmp_path: Path) -> None:
+    assert "committed all its jobs" in kill_cost(tmp_path, KILL).kill.why_free
+    heldout = replace(KILL, heldout=84)
+    assert "it held no training rollout; 84 held-out prompts were in" in kill_cost(tmp_path, heldout).kill.why_free
