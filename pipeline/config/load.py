@@ -207,16 +207,26 @@ def _converted(tree: dict[str, Any], origin: str, problems: list[str], unsure: _
         try:
             return msgspec.convert(tree, Config)
         except msgspec.ValidationError as error:  # it names the first
-            problem = f"{origin}: {_readable(str(error))}"
             if (found := _without(tree, str(error))) is not None:
                 dotted, value = found
-                problems.append(problem + _shown(dotted, value))
+                problems.append(f"{origin}: {_wrong(dotted, value, str(error))}")
                 unsure.add(dotted)
             else:
-                problems.append(problem)
+                problems.append(f"{origin}: {_readable(str(error))}")
                 for section in _SECTIONS:
                     unsure.add(section)
                 return Config()
+
+
+def _wrong(dotted: str, value: Any, message: str) -> str:
+    """What msgspec complains of in one value, and the words that may stand there, if they are few."""
+    words = suggest.choices(Config, dotted)
+    if not words or not isinstance(value, str):
+        return _readable(message) + _shown(dotted, value)
+    near = suggest.nearest(value, words)
+    return f"{dotted} must be one of {', '.join(words)}, got {value!r:.60}" + (
+        f"; did you mean {near!r}?" if near else ""
+    )
 
 
 def _shown(dotted: str, value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import get_close_matches
-from typing import Any, cast, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 import msgspec
 
@@ -39,7 +39,7 @@ def unknown_keys(kind: type, tree: Any, prefix: str = "") -> Iterator[tuple[str,
     if not isinstance(tree, dict):
         return
     tree = cast("dict[Any, Any]", tree)
-    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    fields = _fields(kind)
     for key, value in tree.items():
         if key not in fields:
             yield f"unknown key {prefix}{key}; {did_you_mean(str(key), list(fields))}", f"{prefix}{key}", tree, key
@@ -70,11 +70,30 @@ def refuse_unknown_path(kind: type, parts: list[str], origin: str) -> None:
             return
         if at is None:
             raise ConfigError(f"{origin}: {'.'.join(parts[:depth])} has no keys below it")
-        fields = {field.encode_name: field.type for field in msgspec.structs.fields(at)}
+        fields = _fields(at)
         if part not in fields:
             where = ".".join([*parts[:depth], part])
             raise ConfigError(f"{origin}: unknown key {where}; {did_you_mean(part, list(fields))}")
         at, free = _struct_of(fields[part]), get_origin(fields[part]) is dict
+
+
+def choices(kind: type, dotted: str) -> list[str]:
+    """The words that a key of a Struct type may have; empty if it isn't one of a few words."""
+    *above, key = dotted.split(".")
+    at: type | None = kind
+    for part in above:
+        at = None if at is None else _struct_of(_fields(at).get(part))
+    return [] if at is None else _words(_fields(at).get(key))
+
+
+def _fields(kind: type) -> dict[str, Any]:
+    return {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+
+
+def _words(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return [one for one in get_args(annotation) if isinstance(one, str)]
+    return [word for one in get_args(annotation) for word in _words(one)]
 
 
 def _struct_of_items(annotation: Any) -> type | None:

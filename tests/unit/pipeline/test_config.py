@@ -278,6 +278,19 @@ def test_a_value_of_the_wrong_type_hides_no_rule_of_another_section(tmp_path: Pa
     assert len(read_config(write(tmp_path, "producer: 3"), ["data.epochs=0"], {}).problems) == 2
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("worker.backend=vlm", "worker.backend must be one of hf, vllm, got 'vlm'; did you mean 'vllm'?"),
+        ("worker.fallback_backend=zzz", "worker.fallback_backend must be one of hf, got 'zzz'"),
+        ("worker.backend=3", "worker.backend: Expected `str`, got `int` (3)"),
+    ],
+)
+def test_a_word_that_is_none_of_a_few_is_answered_with_those(override: str, message: str) -> None:
+    [problem] = read_config(None, [override], {}).problems
+    assert problem.endswith(message)
+
+
 def test_rules_between_keys_are_asked_unless_one_of_them_is_unsure() -> None:
     found = read_config(None, ["worker.renew_s=abc", "producer.max_in_flight=1"], {})
     assert [any(word in one for one in found.problems) for word in ("worker.renew_s:", "max_in_flight 1")] == [True] * 2
