@@ -159,3 +159,16 @@ EXIT_CODES: dict[int, str] = {
     INTERRUPTED: "interrupted by Ctrl-C; `up`, `run`, `demo` and `generate`: by SIGTERM too; finished work is kept",
     TERMINATED: "a role was stopped by SIGTERM; its work is finished or handed back",
 }
+
+
+def how_to_install(extra: str) -> str:
+    """The command for what an extra of Sluice's brings. It names the packages: an index need not have Sluice itself."""
+    from importlib.metadata import PackageNotFoundError, requires  # not at every start
+
+    try:
+        asked = [one.partition(";") for one in requires("sluice") or []]
+    except PackageNotFoundError:
+        asked = []
+    of_extra = (f'extra == "{extra}"', f"extra == '{extra}'")
+    names = [f"'{name.strip()}'" for name, _, when in asked if any(one in when for one in of_extra)]
+    return f"`pip install {' '.join(names) or repr(extra)}`"

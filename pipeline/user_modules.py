@@ -63,7 +63,9 @@ def installed(group: str, name: str) -> Any:
     """
     for entry in entry_points(group=group, name=name):
         return entry.load()
-    raise ConfigError(f"no installed package provides {name} ({group}); install sluice again: `pip install sluice`")
+    raise ConfigError(
+        f"no installed package provides {name} ({group}); install Sluice again, in its checkout: `pip install -e .`"
+    )
 
 
 def _file(name: str, where: str) -> ModuleType:

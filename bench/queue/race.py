@@ -27,6 +27,7 @@ from sluice.bench.broker import Broker, enqueue_calls, in_flight, run_config
 from sluice.bench.harness import BenchPlan, by_count, median_of, play, ratios, spread, until
 from sluice.bench.processes import Fleet, Parent
 from sluice.pipeline.broker.connection import connect
+from sluice.pipeline.errors import how_to_install
 from sluice.pipeline.logs import configure
 from sluice.pipeline.queue import ArqWorker, Claimed, arq_pool, arq_redis_settings
 from sluice.pipeline.run.role import default_name
@@ -45,7 +46,7 @@ ARQ_GRID: tuple[Settings, ...] = (
 """Of arq's worker; its defaults are max_jobs 10, poll_delay 0.5, queue_read_limit 5 × max_jobs and at least 100."""
 
 MAX_JOBS = 100  # of our worker: as many as one claim returns
-SAQ_MISSING = "SAQ is not installed, saq_jobs_s is null; to include it: pip install 'sluice[bench]'"
+SAQ_MISSING = f"SAQ is not installed, saq_jobs_s is null; to include it: {how_to_install('bench')}"
 SYSTEMS = ("ours", "arq", "arq_best", "saq")
 _AIM_AT = 2  # workers at which the systems are compared
 _START_S = 60.0

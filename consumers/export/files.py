@@ -19,7 +19,7 @@ import msgspec
 
 from sluice.consumers.export.images import features
 from sluice.consumers.export.texts import TextShape, text_columns
-from sluice.pipeline.errors import DataError
+from sluice.pipeline.errors import DataError, how_to_install
 from sluice.pipeline.prompts.rows import parquet_module
 
 Format = Literal["jsonl", "parquet", "datasets", "trl"]
@@ -149,7 +149,7 @@ def datasets_module() -> Any:
     try:
         return importlib.import_module("datasets")
     except ModuleNotFoundError as error:
-        raise DataError("this needs Hugging Face datasets: pip install 'sluice[data]'") from error
+        raise DataError(f"this needs Hugging Face datasets: {how_to_install('data')}; jsonl needs nothing") from error
 
 
 def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:

@@ -36,7 +36,7 @@ from sluice.consumers.training.model import device_of
 from sluice.consumers.training.ranks import Ranks
 from sluice.consumers.training.shards import like, whole
 from sluice.pipeline.config.types import Config, FsdpConfig
-from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.errors import ConfigError, how_to_install
 from sluice.pipeline.logs import get_logger
 
 _LAUNCHED = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
@@ -251,7 +251,7 @@ def _accelerator(device: torch.device, timeout_s: float) -> Any:
         from accelerate import Accelerator
         from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
     except ImportError as error:
-        raise ConfigError(f"accelerate cannot be imported here ({error}); pip install 'sluice[accelerate]'") from error
+        raise ConfigError(f"accelerate cannot be imported here ({error}); {how_to_install('accelerate')}") from error
     if device.index is not None:
         raise ConfigError(
             f"model.device {device} names one GPU, but accelerate uses the first visible one; set "

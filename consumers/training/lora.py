@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from sluice.consumers.training.shards import like
 from sluice.pipeline.config.suggest import nearest
 from sluice.pipeline.config.types import LoraConfig
-from sluice.pipeline.errors import ConfigError, WeightsError
+from sluice.pipeline.errors import ConfigError, WeightsError, how_to_install
 from sluice.pipeline.weights.adapter import ADAPTER_FILE, Adapter, tensor_name
 from sluice.pipeline.weights.versions import ADAPTER_CONFIG, BASE, base_digest, base_of
 
@@ -209,5 +209,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ConfigError(f"LoRA needs peft, which can't be imported ({error}); pip install 'sluice[lora]'") from error
+        raise ConfigError(f"LoRA needs peft, which can't be imported ({error}); {how_to_install('lora')}") from error
     return peft

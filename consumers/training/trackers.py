@@ -29,7 +29,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import ConfigError, DataError, MessageError
+from sluice.pipeline.errors import ConfigError, DataError, MessageError, how_to_install
 from sluice.pipeline.files import write_atomic
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.codec import read_json
@@ -126,8 +126,7 @@ class Trackers:
                 continue
             if getattr(find_spec(name), "origin", None) is None:  # a folder in the working directory has none
                 raise ConfigError(
-                    f"tracking.{name} is true, but {name} is not installed: pip install 'sluice[{name}]', "
-                    "or set it to false"
+                    f"tracking.{name} is true, but {name} is not installed: {how_to_install(name)}, or set it to false"
                 )
             steps: SimpleQueue[Step | None] = SimpleQueue()
             self._fed[name] = Thread(target=self._feed, args=(name, steps), name=f"tracker-{name}", daemon=True), steps

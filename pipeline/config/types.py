@@ -105,7 +105,7 @@ class TrackingConfig(Section, frozen=True, kw_only=True):
     """Where the trainer's metrics go in addition to <run_dir>/<run>/metrics.jsonl."""
 
     tensorboard: bool = False  # into <run_dir>/<run>/tensorboard
-    wandb: bool = False  # needs `pip install sluice[wandb]`
+    wandb: bool = False  # needs `pip install -e '.[wandb]'`
     trackio: bool = False
     project: str = "sluice"  # for W&B and trackio; the run's name is the configuration's
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from sluice.pipeline.errors import DataError, RequestError
+from sluice.pipeline.errors import DataError, RequestError, how_to_install
 from sluice.pipeline.prompts import rows
 from sluice.pipeline.prompts.admission import Limits
 from sluice.pipeline.prompts.rows import Malformed, admit_row
@@ -144,4 +144,4 @@ def _datasets() -> Any:
     try:
         return importlib.import_module("datasets")
     except ModuleNotFoundError as error:
-        raise DataError("data sets need Hugging Face datasets: pip install 'sluice[data]', or give JSONL") from error
+        raise DataError(f"data sets need Hugging Face datasets: {how_to_install('data')}, or give JSONL") from error

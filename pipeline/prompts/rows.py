@@ -18,7 +18,7 @@ from typing import IO, Any, TypeVar, cast
 
 import msgspec
 
-from sluice.pipeline.errors import DataError, RequestError
+from sluice.pipeline.errors import DataError, RequestError, how_to_install
 from sluice.pipeline.prompts.admission import Limits, admit_json, admit_prompt, image_parts, image_url, is_data_url
 from sluice.pipeline.wire.codec import lone_surrogate_in_json, no_plain_value
 from sluice.pipeline.wire.messages import ImageRef
@@ -173,7 +173,7 @@ def parquet_module() -> Any:
     try:
         return importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
-        raise DataError("Parquet needs pyarrow: `pip install sluice[data]`, or give JSONL") from error
+        raise DataError(f"Parquet needs pyarrow: {how_to_install('data')}, or give JSONL") from error
 
 
 def _read_jsonl(

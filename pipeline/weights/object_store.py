@@ -31,12 +31,7 @@ _CONNECT_S = 10.0
 _PAUSES_S = (0.1, 0.3, 1.0, 3.0, 5.0)  # between attempts; the last one again and again
 _NO_USE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError")
-_EXTRAS = {
-    "s3": "s3fs (pip install 'sluice[s3]')",
-    "s3a": "s3fs (pip install 'sluice[s3]')",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-}
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 _SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "FSSPEC_S3_KEY", "FSSPEC_S3_SECRET")
 _SIGNED = re.compile(r"(?i)((?:x-amz-[a-z-]+|signature|awsaccesskeyid|token|key|sig)=)[^&\s\"']+")
 
@@ -216,7 +211,9 @@ def _open(url: str, quiet_s: float) -> tuple[Any, str]:
     try:
         fs, path = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
-        raise ConfigError(f"weights.store_url {url}: needs {_EXTRAS.get(scheme, scheme)} ({error})") from error
+        raise ConfigError(
+            f"weights.store_url {url}: needs `pip install {_PACKAGES.get(scheme, scheme)}` ({error})"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"weights.store_url {url}: no store for {scheme}:// ({error}); use s3, gs or file") from error
     return fs, path.rstrip("/")

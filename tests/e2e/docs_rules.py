@@ -12,7 +12,7 @@ from typing import Literal
 
 from tests.e2e.docs_pages import ROOT
 
-How = Literal["parsed", "dry run", "make", "compose", "stock vllm", "interrupted", "example", "collected"]
+How = Literal["parsed", "dry run", "make", "compose", "stock vllm", "interrupted", "example", "collected", "extra"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ ELSEWHERE = (
     Rule(r"^python scripts/reference.py ", "parsed", "tests/unit/test_docs_links.py asks it for every page"),
     Rule(r"^make [a-z0-9-]+( [A-Z]+=\S+)*$", "make", "installs and runs for minutes; the Makefile has the target"),
     Rule(r"^\.venv/bin/python -m pytest ", "collected", "the tests that it names are found, and run by themselves"),
+    Rule(r"^pip install -e '\.\[", "extra", "would install; the extra is one of pyproject.toml's"),
     Rule(r"^docker compose ", "compose", "no container engine; its profiles and services are in docker-compose.yml"),
     Rule(r"\bvllm serve ", "stock vllm", "tests/e2e/test_guard_stock_vllm.py does; the processor's name is imported"),
     Rule(r" --backend vllm ", "parsed", "20 s for a start; tests/contract run generation with vLLM"),

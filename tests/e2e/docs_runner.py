@@ -19,6 +19,7 @@ import subprocess
 import sys
 import termios
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -62,6 +63,7 @@ class Runner:
             "interrupted": self._begin,
             "example": self._example,
             "collected": self._collect,
+            "extra": self._extra,
         }
 
     def run(self, command: Command) -> None:
@@ -231,6 +233,10 @@ class Runner:
         words = [sys.executable, *shlex.split(text)[1:], "--collect-only", "-p", "no:cacheprovider"]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=_DEADLINE_S)
         assert done.returncode == 0, f"{text}: finds no test\n{done.stdout}{done.stderr}"
+
+    def _extra(self, text: str) -> None:
+        [name] = re.findall(r"'\.\[(\w+)\]'$", text)
+        assert name in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"], text
 
     def _compose(self, text: str) -> None:
         services: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]

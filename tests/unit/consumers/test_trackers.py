@@ -80,7 +80,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 @pytest.mark.skipif(find_spec("trackio") is not None, reason="it is installed here")
 def test_a_tracker_that_is_not_installed_is_an_error_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tracking.trackio .* pip install 'sluice\[trackio\]'"):
+    with pytest.raises(ConfigError, match=r"tracking.trackio .*pip install 'trackio[<>=]"):
         Trackers(config(tmp_path, trackio=True))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -53,6 +54,12 @@ def test_wrong_usage_is_one_line_that_says_what_was_meant(
 def test_the_table_has_the_codes_of_all_errors_and_no_other() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SluiceError)]
     assert {kind.exit_code for kind in kinds} | {0, SOME_ROWS_FAILED, INTERRUPTED, TERMINATED} == set(EXIT_CODES)
+
+
+def test_an_extra_is_installed_by_the_names_of_its_packages() -> None:
+    """An index may have another `sluice`, or none."""
+    said = errors.how_to_install("data")
+    assert re.fullmatch(r"`pip install 'datasets[<>=][^']+' 'pyarrow[<>=][^']+'`", said), said
 
 
 def test_codes_are_what_the_table_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

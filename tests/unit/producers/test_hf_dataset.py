@@ -101,5 +101,5 @@ def test_an_image_that_is_none_costs_its_row_and_a_torn_file_is_an_error_of_the_
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = saved(tmp_path / "data", [{"prompt": "a"}])
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'sluice\[data\]'"):
+    with pytest.raises(DataError, match=r"pip install 'datasets[<>=]"):
         count_rows(config)
