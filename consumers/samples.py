@@ -138,6 +138,7 @@ class Sampler:
             sample = replace(sample, metrics={**sample.metrics, **reward.metrics})
         if result.images and self._image_token_id is not None:
             sample = _with_images(sample, result, self._image_token_id)
+        sample = _without_reshaped(sample, result, self._context.policy)
         return _limited(sample, result, self._context.policy)
 
 
@@ -163,6 +164,36 @@ def _trains(sample: TrainingSample) -> bool:
     return bool(sample.advantage if is_computed else sample.advantage is not None) and any(sample.response_mask)
 
 
+def _without_reshaped(sample: TrainingSample, result: SequenceResult, policy: PolicyConfig) -> TrainingSample:
+    """The sample with its reshaped spans, and with the policy's mask off in them.
+
+    A span holds while the sample's tokens are the result's; where a task wrote others, what it left as sampled is off
+    too.
+    """
+    if not result.reshaped:
+        return sample
+    ids, begin = [*result.prompt_token_ids, *result.token_ids], len(result.prompt_token_ids)
+    spans = [replace(one, start=one.start + begin, end=one.end + begin) for one in result.reshaped]
+    alike = next((at for at, pair in enumerate(zip(ids, sample.token_ids, strict=False)) if pair[0] != pair[1]), None)
+    length = len(sample.token_ids)
+    alike = min(len(ids), length) if alike is None else alike
+    spans = [replace(one, end=min(one.end, alike)) if one.end <= alike else replace(one, end=length) for one in spans]
+    sample = replace(sample, reshaped=[one for one in spans if one.start < one.end])
+    mask = np.array(sample.response_mask.expand())
+    if not policy.enabled or policy.on_reshaped == "train" or not len(mask):
+        return sample
+    inside = np.zeros(length, dtype=bool)
+    for span in sample.reshaped:
+        inside[span.start : span.end] = True
+    codes = np.array(sample.left_out.expand() or [LeftOut.no] * length)
+    codes[inside & (mask == 1)] = LeftOut.reshaped
+    return replace(
+        sample,
+        response_mask=Runs.of(np.where(inside, 0, mask).tolist()),
+        left_out=Runs.of(codes.tolist()),
+    )
+
+
 def _limited(sample: TrainingSample, result: SequenceResult, policy: PolicyConfig) -> TrainingSample:
     """The sample with the policy's rules on length applied: a lower reward if overlong, nothing sampled in the losses
     if cut.
@@ -175,7 +206,8 @@ def _limited(sample: TrainingSample, result: SequenceResult, policy: PolicyConfi
         metrics = {**sample.metrics, "reward/overlong": 0.0 - less}
         sample = replace(sample, reward=sample.reward - less, metrics=metrics)
     if policy.mask_truncated and result.finish_reason == "length":
-        codes = np.where(mask == 1, LeftOut.truncated, LeftOut.no)
+        before = np.array(sample.left_out.expand() or [LeftOut.no] * len(mask))
+        codes = np.where(mask == 1, LeftOut.truncated, before)
         weights = np.array(sample.weights)
         if len(mask):  # nor in the cross-entropy
             weights = np.where(mask == 1, 0.0, weights)

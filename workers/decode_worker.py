@@ -53,6 +53,8 @@ from sluice.pipeline.wire.messages import (
     DecodeJob,
     ImageRef,
     Progress,
+    Reshaped,
+    SamplingParams,
     SequenceResult,
     TokenDelta,
     encode,
@@ -311,7 +313,8 @@ class DecodeWorker:
             await self._refuse(claim, error)
             return
         facts, name = self._backend.facts, self._role.name
-        result = result_of(claim, held.job, request, output, facts=facts, worker=name, truncated=prompt.truncated)
+        usual, cut = self._role.config.sampling, prompt.truncated
+        result = result_of(claim, held.job, request, output, facts=facts, worker=name, truncated=cut, usual=usual)
         times = result.timings
         if not held.job.adapter and (behind_s := self._weights.behind_s(result.versions)) is not None:
             times["behind_s"] = behind_s
@@ -391,8 +394,12 @@ def result_of(
     facts: EngineFacts,
     worker: str,
     truncated: int = 0,
+    usual: SamplingParams | None = None,
 ) -> SequenceResult:
-    """The sequence as sent to the consumers; `truncated` tokens were cut from its prompt."""
+    """The sequence as sent to the consumers; `truncated` tokens were cut from its prompt.
+
+    `usual`: the run's sampling, from which a job's may differ.
+    """
     index = int(request.seq_key.rpartition(":")[2])
     return SequenceResult(
         seq_id=request.seq_key,
@@ -418,6 +425,7 @@ def result_of(
         stop_reason=output.stop_reason,
         triggers=triggers(output.trigger, active=facts.repeat_terminate),
         sampling=job.sampling,
+        reshaped=[] if usual is None or not job.sampling.reshapes(usual) else [_reshaped(job.sampling, output, facts)],
         timings=_timings(claim, request.asked_at),
         truth=job.truth,
         images=stamped(job.images, request.images),
@@ -435,6 +443,11 @@ def stamped(refs: Sequence[ImageRef], images: Sequence[Any]) -> list[ImageRef]:
     return [
         msgspec.structs.replace(ref, sha256=digest or ref.sha256) for ref, digest in zip(refs, digests, strict=True)
     ]
+
+
+def _reshaped(sampling: SamplingParams, output: SequenceOutput, facts: EngineFacts) -> Reshaped:
+    library = "" if sampling.grammar is None else facts.grammars
+    return Reshaped(start=0, end=len(output.token_ids), sampling=sampling, library=library)
 
 
 def _timings(claim: Claim, started: float) -> dict[str, float]:

@@ -162,6 +162,11 @@ def _of_the_trainer(
     off |= why[LeftOut.missing] & (policy.on_missing_proximal != "mask")
     off |= why[LeftOut.stale] & (policy.on_stale != "mask")
     off |= why[LeftOut.truncated] & (not policy.mask_truncated)
+    reshaped = np.zeros_like(sampled)
+    for span in stored.sample.reshaped:
+        reshaped[span.start : span.end] = True
+    masked = policy.on_reshaped == "mask"
+    off |= (why[LeftOut.reshaped] & ~(reshaped & masked)) | (is_on & reshaped & masked)
     unchecked: dict[Unchecked, Mask] = {}
     if config.rollout_matching.target is None:
         off |= why[LeftOut.as_it_came]

@@ -57,6 +57,7 @@ def rollout_metrics(result: SequenceResult, options: RolloutMatchingConfig) -> d
         "rollout/samples": 1.0,
         "rollout/num_turns": 1.0 if result.turn is None else float(result.turn),
         "rollout/tool_tokens": float(between),
+        "rollout/reshaped_tokens": float(sum(one.end - one.start for one in result.reshaped)),
         "rollout/gen_new_tokens": float(len(result.token_ids) - between),
         "rollout/prompt_len": float(len(result.prompt_token_ids)),
         "rollout/rollout_len": float(len(result.token_ids)),

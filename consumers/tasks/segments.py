@@ -49,3 +49,5 @@ class LeftOut(IntEnum):
     """No proximal logprob came, and `policy.on_missing_proximal` is mask."""
     truncated = 5
     """The sequence was cut by its token limit, and `policy.mask_truncated` is on."""
+    reshaped = 6
+    """Drawn under a grammar, a list or a penalty, and `policy.on_reshaped` is mask."""

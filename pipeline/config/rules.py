@@ -23,7 +23,7 @@ from sluice.pipeline.config.types import (
     RepeatTerminateConfig,
 )
 from sluice.pipeline.errors import ConfigError, as_one
-from sluice.pipeline.wire.messages import MAX_GROUP, MAX_PRIORITY, SamplingParams
+from sluice.pipeline.wire.messages import MAX_GROUP, MAX_PRIORITY, RESHAPING, SamplingParams
 
 
 def check(config: Config, origin: str) -> None:
@@ -588,7 +588,8 @@ def policy_warnings(config: Config) -> list[str]:
     if not policy.enabled:
         return [*_without_effect(policy), *own_loop_warnings(config)]
     found = own_loop_warnings(config)
-    exact = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    names = ("temperature", "top_p", "top_k", "min_p", *RESHAPING)
+    exact = {name: getattr(SamplingParams(), name) for name in names}
     changed = [
         f"sampling.{key} {getattr(sampling, key)}" for key, value in exact.items() if getattr(sampling, key) != value
     ]
@@ -596,7 +597,8 @@ def policy_warnings(config: Config) -> list[str]:
         found.append(
             f"{', '.join(changed)}: logprobs are raw, so importance ratios are those of the raw policy, not of the "
             "sampler that drew the tokens; for exact ratios set temperature and top_p to 1, top_k to 0 and "
-            "repetition_penalty to 1, or, if only the temperature differs, worker.logprobs_mode to processed (hf)"
+            "repetition_penalty to 1, leave the others out, or, if only the temperature differs, set "
+            "worker.logprobs_mode to processed (hf)"
         )
     if config.scorer.count == 0 and config.producer.max_staleness >= 2:
         found.append(
@@ -772,7 +774,8 @@ def _policy_and_others(config: Config) -> Iterator[tuple[bool, str]]:
     batch = config.producer.samples_per_version
     by_group = policy.advantage not in ("reward", "reinforce_pp")
     processed, sampling = config.worker.logprobs_mode == "processed", config.sampling
-    plain = sampling.top_p == 1 and sampling.top_k == 0 and sampling.repetition_penalty == 1
+    truncates = sampling.top_p < 1 or sampling.top_k or sampling.min_p
+    plain = not truncates and not sampling.reshapes(SamplingParams())
     dropout = "trainer.lora.dropout" if config.trainer.lora.dropout else ""
     dropout = "trainer.dropout" if config.trainer.dropout else dropout
     yield (
@@ -783,7 +786,8 @@ def _policy_and_others(config: Config) -> Iterator[tuple[bool, str]]:
     yield (
         not processed or plain,
         "worker.logprobs_mode processed supports a temperature only: a token that top_p, top_k or a penalty "
-        "excludes under the next version has no logprob there; set sampling.top_p 1, top_k 0, repetition_penalty 1",
+        "excludes under the next version has no logprob there; set sampling.top_p 1, top_k 0, repetition_penalty 1, "
+        "and leave the others out",
     )
     yield (
         policy.reference is None or config.scorer.count > 0,

@@ -152,6 +152,9 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     max_token_staleness: int = 4  # versions; the largest current - version of a trained token
     on_stale: Literal["mask", "drop"] = "mask"  # mask the token, or drop its sample
     on_missing_proximal: Literal["mask", "behaviour", "drop"] = "mask"  # mask the token, take w = 1, or drop its sample
+    on_reshaped: Literal["mask", "train"] = (
+        "mask"  # tokens drawn under a caller's grammar, list or penalty; see policy.md
+    )
     score_wait_s: float = 60.0  # how long the trainer waits for score jobs; unscored tokens are then `missing`
 
     @property

@@ -14,10 +14,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -39,6 +40,38 @@ class ChatTemplateOptions:
     enable_thinking: bool = False
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further variables of the template
+
+
+RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+        "max_length",
+    }
+)
+"""Names that a caller's `kwargs` may not have: they would change more than what the template writes."""
+
+
+def has_variable(tokenizer: Any, name: str, tools: Sequence[Any] = ()) -> bool:
+    """Whether the tokenizer's template mentions it."""
+    try:
+        template = tokenizer.get_chat_template(tools=list(tools) or None)
+    except ValueError:  # it has none, which is said where a prompt is rendered
+        return True
+    return re.search(rf"(?<![\w.'\"]){re.escape(name)}(?!\w)", template) is not None
 
 
 _TURNS: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
@@ -157,6 +190,7 @@ def _apply(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOpt
     conversation = list(messages)
 
     def applied(**more: Any) -> Any:
+        more = {**more, **options.kwargs}
         _check_cost(tokenizer, conversation, how | more)
         return tokenizer.apply_chat_template(conversation, **more, **how)
 

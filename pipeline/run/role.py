@@ -56,7 +56,7 @@ _SHOWN = 4
 
 def contract_of(config: Config) -> dict[str, Any]:
     """Configuration keys and their values."""
-    sampling = cast("dict[str, Any]", msgspec.to_builtins(config.sampling))
+    sampling = cast("dict[str, Any]", msgspec.to_builtins(config.sampling, str_keys=True))
     return {
         "deterministic": config.deterministic,
         "consumer.count": config.consumer.count,

@@ -219,6 +219,9 @@ _TABLE: list[Metric] = [
     _rate("rollout/gen_tokens_per_s", "gen_new_tokens", "decode_s", "per sequence", "tokens/s"),
     Metric("rollout/num_turns", Mean("rollout/num_turns"), "turns", "mean number of turns"),
     _counter("rollout/tool_tokens", "tokens", "between the turns, not sampled"),
+    _counter(
+        "rollout/reshaped_tokens", "tokens", "drawn under a caller's grammar, list or penalty (policy.on_reshaped)"
+    ),
     *(metric for part in ("prompt", "rollout", "train", "append") for metric in _lengths(part)),
     _counter("stage2/invalid_rollout", "sequences", "rollouts with nothing valid"),
     *(_counter(f"strict_drop/reason/{why}", "objects", f"objects dropped: {why}") for why in DROP_REASONS),

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sized
 from typing import Any, Literal
 
 import msgspec
@@ -34,13 +35,40 @@ CUT_SHORT: frozenset[FinishReason] = frozenset({"deadline", "cancelled", "error"
 Message = dict[str, Any]
 
 
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
+MAX_GRAMMAR = 65_536  # characters
+MAX_LISTED = 1024  # ids, words and biases of one request
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the text of a sequence must match. [P]"""
+
+    kind: GrammarKind
+    text: str = ""  # the JSON schema, regex, list of texts as JSON, EBNF or structural tag; empty for json_object
+
+    def __post_init__(self) -> None:
+        if bool(self.text) == (self.kind == "json_object"):
+            raise ValueError(f"grammar: text must be {'empty' if self.text else 'given'} for {self.kind}")
+        if len(self.text) > MAX_GRAMMAR:
+            raise ValueError(f"grammar: text has {len(self.text)} characters; at most {MAX_GRAMMAR}")
+        if problem := lone_surrogate(self.text, "grammar"):
+            raise ValueError(problem)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a sequence is sampled; part of the job id, so a change makes new jobs. [P]"""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 and -1 = off
-    repetition_penalty: float = 1.0
+    min_p: float = 0.0  # of the best token's probability; 0 = off
+    repetition_penalty: float = 1.0  # of tokens in prompt and answer; 1 = off
+    presence_penalty: float = 0.0  # nats off each token that the answer has; 0 = off
+    frequency_penalty: float = 0.0  # nats off a token, for each time that the answer has it; 0 = off
+    logit_bias: dict[int, float] = {}  # token id -> nats added
+    allowed_token_ids: tuple[int, ...] = ()  # no others are sampled; empty = all
+    bad_words: tuple[str, ...] = ()  # never completed
+    grammar: Grammar | None = None  # the answer matches it
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -54,16 +82,51 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             (not cold, f"temperature must be 0 (greedy) or >= {_COLDEST}", self.temperature),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
             (self.top_k >= -1, "top_k must be >= -1 (0 and -1 = off)", self.top_k),
+            (0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p),
             (0.001 <= penalty <= 1000, "repetition_penalty must be in 0.001..1000", penalty),
+            (-2 <= self.presence_penalty <= 2, "presence_penalty must be in -2..2", self.presence_penalty),
+            (-2 <= self.frequency_penalty <= 2, "frequency_penalty must be in -2..2", self.frequency_penalty),
+            (_few(self.logit_bias), f"logit_bias must have at most {MAX_LISTED} ids", len(self.logit_bias)),
+            (_biases(self.logit_bias), "logit_bias must be in -100..100", self.logit_bias),
+            (_few(self.bad_words), f"bad_words must have at most {MAX_LISTED} words", len(self.bad_words)),
+            (all(word.strip() for word in self.bad_words), "bad_words must not be blank", list(self.bad_words)),
             (self.max_new_tokens >= 1, "max_new_tokens must be >= 1", self.max_new_tokens),
         )
         for holds, rule, value in checks:
             if not holds:
                 raise ValueError(f"{rule}, got {value}")
-        if problem := lone_surrogate(self.stop, "stop"):
-            raise ValueError(problem)
+        for name in ("stop", "bad_words"):
+            if problem := lone_surrogate(getattr(self, name), name):
+                raise ValueError(problem)
         if self.top_k == -1:  # vLLM's word for off; one value here, as it is part of the job id
             msgspec.structs.force_setattr(self, "top_k", 0)
+
+    def reshapes(self, usual: SamplingParams) -> bool:
+        """Whether other tokens are favoured than with `usual`: by a grammar, a list of ids or words, or a penalty.
+
+        Temperature, top-p, top-k and min-p keep the order of the tokens.
+        """
+        return any(getattr(self, name) != getattr(usual, name) for name in RESHAPING)
+
+
+RESHAPING = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "grammar",
+)
+"""Of the sampling parameters, those that change which tokens are favoured."""
+
+
+def _few(listed: Sized) -> bool:
+    return len(listed) <= MAX_LISTED
+
+
+def _biases(biases: dict[int, float]) -> bool:
+    return all(-100 <= bias <= 100 for bias in biases.values())
 
 
 class ImageRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,6 +191,18 @@ class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
             raise MessageError(f"job {self.job_id}: {problem}")
 
 
+class Reshaped(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens that were drawn from another distribution than the run's: their logprobs are raw all the same. [W]
+
+    A grammar's masks follow from it, the tokenizer and the tokens from `start` on.
+    """
+
+    start: int  # of the sequence's tokens; in a training sample of all tokens
+    end: int
+    sampling: SamplingParams  # as in effect
+    library: str = ""  # that derived the grammar's masks, with its version
+
+
 class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     """One decoded sequence. Arrays run over everything after the first prompt: shape (len(token_ids),)."""
 
@@ -162,6 +237,7 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     triggers: dict[str, Any] = {}  # [W] repeat_terminate: 0|1, rule, at_token
     logprobs_mode: str = "raw_logprobs"  # [W] raw: temperature 1; processed_logprobs: the sampling temperature
     sampling: SamplingParams = SamplingParams()  # [W] as in effect
+    reshaped: list[Reshaped] = []  # [W] tokens drawn under a grammar, a list or a penalty that the run doesn't have
     timings: dict[str, float] = {}  # [W] seconds: queue_s, decode_s, behind_s; Unix times: enqueued_at, finished_at
     truth: Any = None  # [P] carried through
     images: list[ImageRef] = []  # [P] of the prompt, in its order; [W] sha256 of the bytes that were decoded
@@ -284,6 +360,7 @@ class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
     proximal_logprobs: FloatArray = msgspec.field(default_factory=FloatArray)
     proximal_versions: Runs = Runs()
     response_mask: Runs = Runs()
+    reshaped: list[Reshaped] = []  # carried through, behind the prompt
     left_out: Runs = Runs()  # [T] why a sampled token has mask 0, codes of `LeftOut`; empty = no policy loss
     reward: float | None = None
     advantage: float | None = None

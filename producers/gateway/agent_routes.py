@@ -188,7 +188,9 @@ async def _count(service: Service, body: CountRequest) -> Counted:
     if image_parts(messages):
         message = "messages: an image's tokens are counted by the engine; remove the images"
         raise Refusal(400, message, "messages")
-    options = replace(service.renderer.options, tools=body.functions())
+    kwargs = body.variables()
+    service.chat.check_template(kwargs, body.functions())
+    options = replace(service.renderer.options, tools=body.functions(), kwargs=kwargs)
     until = time.monotonic() + service.config.gateway.request_timeout_s
     with service.gate.enter():
         prompt = partial(replace(service.renderer, options=options).prompt, messages)

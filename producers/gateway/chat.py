@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +26,7 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DeadlineExceeded
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.prompts.admission import MAX_TURNS
+from sluice.pipeline.prompts.chat_template import RESERVED, has_variable
 from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
 from sluice.pipeline.thread_pool import ThreadPool
@@ -38,6 +39,7 @@ from sluice.producers.gateway.images import RequestImages, Taken
 from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.refusals import Refusal, closed, unknown
 from sluice.producers.gateway.requests import ChatCall, TokenCall, alone_in_group
+from sluice.producers.gateway.structured_output import with_calls
 from sluice.producers.gateway.tool_calls import Parsed, ToolParser, assistant_message, read_calls
 from sluice.producers.gateway.trajectory import known_token_ids, path_to
 from sluice.producers.gateway.turns import Plan, digest, plan_tokens, plan_turn
@@ -137,16 +139,33 @@ class Chat:
             message = f"model {name!r} is an adapter, and a rollout's tokens train the policy; use default"
             raise Refusal(400, message, "model")
 
+    def constrained(self, call: ChatCall, sampling: SamplingParams) -> SamplingParams:
+        """The sampling of a call whose answer must be tool calls. Raises Refusal (400)."""
+        return with_calls(sampling, self._config.sampling, call.tool_choice, call.tools, self.parser)
+
+    def check_template(self, kwargs: Mapping[str, Any], tools: Sequence[Any] = ()) -> None:
+        """Raises Refusal (400) for a variable that the chat template doesn't have, or that the gateway sets."""
+        for name in kwargs:
+            path = "reasoning_effort" if name == "reasoning_effort" else f"chat_template_kwargs.{name:.80}"
+            if name in RESERVED:
+                raise Refusal(400, f"{path}: the gateway sets it; remove it", path)
+            if not has_variable(self._renderer.tokenizer, name, tools):
+                raise Refusal(400, f"{path}: the model's chat template has no such variable; remove it", path)
+
     async def events(
         self, call: ChatCall, sampling: SamplingParams, once: Once | None = None
     ) -> AsyncGenerator[TokenDelta | Answer]:
         """Tokens as they arrive, if the request streams, then the answer. Raises Refusal, SluiceError, RedisError."""
         until = time.monotonic() + self._config.gateway.request_timeout_s
+        self.check_template(call.template_kwargs, call.tools)
+        sampling = self.constrained(call, sampling)
         taken = await self._images.of_messages(call.messages, until)
         plan = partial(self._plan, call, taken, sampling, until)
         if call.rollout_id is None:
             images = taken.refs
-            if images and not (call.tools or call.response_mask):  # workers apply the processor's own template
+            if images and not (
+                call.tools or call.response_mask or call.template_kwargs
+            ):  # workers apply the processor's own template
                 prompt: dict[str, Any] = {"messages": taken.messages, "images": images}
             else:
                 planned = await plan([])
@@ -284,6 +303,7 @@ class Chat:
             turns,
             taken.messages,
             call.tools,
+            template_kwargs=call.template_kwargs,
             sampling=sampling,
             renderer=self._renderer,
             response_mask=call.response_mask,

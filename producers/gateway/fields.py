@@ -40,34 +40,26 @@ class Rule:
 LABEL = Rule("")
 """It names, files or schedules the request; the answer is the same with any value."""
 
-_PENALTY = Rule("the engines don't sample with this penalty", (0,), "use repetition_penalty, or remove it")
-_SHAPED = Rule("constrained sampling is not recorded for the audit", instead="check the answer yourself, or remove it")
-_MASKED = Rule("sampling from a part of the vocabulary is not recorded for the audit")
+_GUIDED = Rule("vLLM has it no more", instead="use structured_outputs, or remove it")
 _TEXT = Rule("the text has no special tokens; token_ids has all of them", (True,), "read token_ids, or remove it")
 _PLAIN_TEMPLATE = Rule("prompts are rendered with the model's own chat template, so that turns extend each other")
 _ENGINES_OWN = Rule("it is vLLM's own and would not reach its engine")
 _PROMPT_LOGPROBS = Rule("workers return log-probabilities of sampled tokens only")
 _TRUNCATED = Rule("a prompt is decoded whole or refused", instead="shorten the prompt")
+_UNREAD = Rule("a grammar holds for every token, thoughts included")
 _EXPERTS = Rule("routed experts are not returned", (0,))
 _NO_IMAGE_OPTIONS = Rule("images are processed as model.preprocess says", ({},))
 
 _SAMPLING: dict[str, Rule] = {
-    "allowed_token_ids": _MASKED,
-    "bad_words": Rule(_MASKED.why, ([],)),
-    "frequency_penalty": _PENALTY,
     "ignore_eos": Rule("a sequence ends at its end-of-sequence token", (False,)),
-    "logit_bias": Rule(_MASKED.why, ({},)),
     "logprob_token_ids": Rule("workers return log-probabilities of sampled tokens only", ([],)),
-    "min_p": Rule("the engines don't sample with it", (0,), "use top_p or top_k, or remove it"),
     "min_tokens": Rule("a sequence ends at its end-of-sequence token", (0,)),
-    "presence_penalty": _PENALTY,
     "prompt_logprobs": _PROMPT_LOGPROBS,
     "repetition_detection": Rule(
         "repetition is ended by the run's repeat guard", instead="configure `repeat_terminate`, or remove it"
     ),
     "routed_experts_prompt_start": _EXPERTS,
     "stream_interval": Rule("gateway.stream_tokens sets the tokens of an event"),
-    "structured_outputs": _SHAPED,
     "thinking_token_budget": Rule("reasoning isn't told apart from the answer", instead="use max_tokens, or remove it"),
     "watermarking": Rule("nothing is watermarked", (False,)),
 }
@@ -78,19 +70,18 @@ _OPENAI_STYLE: dict[str, Rule] = {
     "best_of": Rule("every sampled answer is returned", (1,), "use n, or remove it"),
     "cache_salt": LABEL,  # a run has one tenant, and prefixes of other weight versions are dropped
     "ec_transfer_params": _ENGINES_OWN,
-    "guided_choice": _SHAPED,
-    "guided_decoding_backend": _SHAPED,
-    "guided_grammar": _SHAPED,
-    "guided_json": _SHAPED,
-    "guided_regex": _SHAPED,
-    "guided_whitespace_pattern": _SHAPED,
+    "guided_choice": _GUIDED,
+    "guided_decoding_backend": _GUIDED,
+    "guided_grammar": _GUIDED,
+    "guided_json": _GUIDED,
+    "guided_regex": _GUIDED,
+    "guided_whitespace_pattern": _GUIDED,
     "include_stop_str_in_output": Rule("the text ends before a stop string", (False,), "read token_ids, or remove it"),
     "kv_transfer_params": _ENGINES_OWN,
     "length_penalty": Rule("there is no beam search", (1,)),
     "mm_payload": Rule("it belongs to vLLM's render routes"),
     "priority": Rule("calls are decoded in the order in which they arrive", (0,)),
     "request_id": LABEL,
-    "response_format": Rule(_SHAPED.why, ({"type": "text"},), _SHAPED.instead),
     "return_mm_kwargs": Rule("it belongs to vLLM's render routes"),
     "return_token_offsets": Rule("offsets are not returned", (False,)),
     "session_id": LABEL,
@@ -109,7 +100,6 @@ CHAT: Mapping[str, Rule] = {
     "add_special_tokens": Rule(_PLAIN_TEMPLATE.why, (False,)),
     "audio": Rule("answers are text"),
     "chat_template": _PLAIN_TEMPLATE,
-    "chat_template_kwargs": Rule(_PLAIN_TEMPLATE.why, ({},)),
     "continue_final_message": Rule("an answer is a message of its own", (False,)),
     "documents": Rule(_PLAIN_TEMPLATE.why, ([],), "put them in a message"),
     "echo": Rule("an answer is a message of its own", (False,)),
@@ -121,12 +111,10 @@ CHAT: Mapping[str, Rule] = {
     "mm_processor_kwargs": _NO_IMAGE_OPTIONS,
     "modalities": Rule("answers are text", (["text"],)),
     "moderation": Rule("nothing is moderated"),
-    "parallel_tool_calls": Rule("every call the model writes is returned", (True,), "run the first one only"),
     "prediction": Rule("no predicted text is compared"),
     "prompt_cache_key": LABEL,
     "prompt_cache_options": LABEL,
     "prompt_cache_retention": LABEL,
-    "reasoning_effort": Rule(_PLAIN_TEMPLATE.why),
     "return_prompt_text": Rule("the prompt's text is not returned", (False,), "detokenize prompt_token_ids"),
     "safety_identifier": LABEL,
     "service_tier": Rule("there is one tier", ("auto", "default")),
@@ -168,8 +156,8 @@ GENERATE: Mapping[str, Rule] = {
     "kv_transfer_params": _ENGINES_OWN,
     "output_mode": Rule("the answer is token ids", ("tokens",), "use /v1/completions for text"),
     "priority": _OPENAI_STYLE["priority"],
-    "reasoning_ended": Rule(_SHAPED.why),
-    "reasoning_parser_kwargs": Rule(_SHAPED.why),
+    "reasoning_ended": _UNREAD,
+    "reasoning_parser_kwargs": _UNREAD,
     "token_offsets": LABEL,  # of the text that the ids come from
 }
 
@@ -177,7 +165,6 @@ TOKENIZE: Mapping[str, Rule] = {
     name: CHAT[name]
     for name in (
         "chat_template",
-        "chat_template_kwargs",
         "continue_final_message",
         "media_io_kwargs",
         "mm_processor_kwargs",
@@ -192,7 +179,6 @@ _DIRECT = Rule("tools are called by the model alone", ({"type": "direct"},))
 MESSAGES: Mapping[str, Rule] = {
     "cache_control": _CACHED,
     "cache_salt": LABEL,
-    "chat_template_kwargs": CHAT["chat_template_kwargs"],
     "container": _HOSTED,
     "context_management": Rule("the conversation is rendered as it is sent", ({}, {"edits": []})),
     "diagnostics": Rule("nothing is diagnosed"),
@@ -202,8 +188,6 @@ MESSAGES: Mapping[str, Rule] = {
     "mcp_servers": _HOSTED,
     "metadata": LABEL,
     "mm_payload": CHAT["mm_payload"],
-    "output_config": Rule(_SHAPED.why, ({},), _SHAPED.instead),
-    "output_format": _SHAPED,
     "return_mm_kwargs": CHAT["return_mm_kwargs"],
     "service_tier": Rule("there is one tier", ("auto", "standard_only")),
     "speed": Rule("there is one speed", ("standard",)),
@@ -233,9 +217,8 @@ MESSAGES_TOOL: Mapping[str, Rule] = {
 }
 
 RESPONSES: Mapping[str, Rule] = {
-    **{name: rule for name, rule in _OPENAI_STYLE.items() if name not in ("best_of", "request_id", "response_format")},
+    **{name: rule for name, rule in _OPENAI_STYLE.items() if name not in ("best_of", "request_id")},
     "access_programs": LABEL,
-    "chat_template_kwargs": CHAT["chat_template_kwargs"],
     "background": Rule("an answer is sent to its call", (False,)),
     "context_management": Rule("the conversation is rendered as it is sent", ([],)),
     "conversation": Rule("conversations go on by previous_response_id", instead="send that"),
@@ -246,21 +229,14 @@ RESPONSES: Mapping[str, Rule] = {
     "media_io_kwargs": _NO_IMAGE_OPTIONS,
     "mm_processor_kwargs": _NO_IMAGE_OPTIONS,
     "moderation": CHAT["moderation"],
-    "parallel_tool_calls": CHAT["parallel_tool_calls"],
     "previous_input_messages": Rule("conversations go on by previous_response_id", instead="send that"),
     "prompt": Rule("prompts are not stored", instead="send it in input"),
     "prompt_cache_key": LABEL,
     "prompt_cache_options": LABEL,
     "prompt_cache_retention": LABEL,
-    "reasoning": Rule(_PLAIN_TEMPLATE.why, ({}, {"effort": None}, {"effort": None, "summary": None})),
     "request_id": LABEL,
     "safety_identifier": LABEL,
     "service_tier": CHAT["service_tier"],
-    "text": Rule(
-        _SHAPED.why,
-        ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
-        _SHAPED.instead,
-    ),
     "top_logprobs": CHAT["top_logprobs"],
     "truncation": Rule(_TRUNCATED.why, ("disabled",), _TRUNCATED.instead),
 }
@@ -293,10 +269,26 @@ STREAM: Mapping[str, Rule] = {
     "include_obfuscation": Rule("events are not padded", (False,)),
 }
 
-PARALLEL = Rule(CHAT["parallel_tool_calls"].why, (False,), CHAT["parallel_tool_calls"].instead)
-"""Of Anthropic's `disable_parallel_tool_use`."""
+STRUCTURED: Mapping[str, Rule] = {
+    "disable_additional_properties": Rule("it belongs to another library of grammars", (False,)),
+    "disable_any_whitespace": Rule("the grammar allows white space", (False,)),
+    "whitespace_pattern": Rule("the grammar allows white space"),
+}
+"""Of vLLM's `structured_outputs`."""
 
-TOOL_CHOICE = Rule("the model decides what it calls", ("auto", "none"), 'send "auto" or "none"')
+TEXT: Mapping[str, Rule] = {"verbosity": CHAT["verbosity"]}
+"""Of the `text` of a response."""
+
+REASONING: Mapping[str, Rule] = {
+    "generate_summary": Rule("nothing is summarised"),
+    "summary": Rule("nothing is summarised"),
+}
+"""Of the `reasoning` of a response."""
+
+PARALLEL = Rule(
+    "every call the model writes is returned", (False,), "choose required or one tool, or run one call only"
+)
+"""Of parallel calls that are switched off, where the model decides what it calls."""
 
 
 def check_value(rule: Rule, value: Any, name: str) -> None:

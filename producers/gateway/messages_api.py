@@ -24,12 +24,13 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
-from sluice.pipeline.wire.messages import Message, SamplingParams, TokenDelta
+from sluice.pipeline.wire.messages import Grammar, Message, SamplingParams, TokenDelta
 from sluice.producers.gateway import fields
 from sluice.producers.gateway.completion import Answer, TextStream, finish_reason, own_fields, texts, usage
 from sluice.producers.gateway.fields import ListedSchema
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.requests import ChatCall, SamplingOptions, check_can_travel
+from sluice.producers.gateway.requests import ChatCall, SamplingOptions, check_can_travel, template_kwargs
+from sluice.producers.gateway.structured_output import ToolChoice, of_response_format
 from sluice.producers.gateway.token_answers import stop_reason
 from sluice.producers.http.schemas import MAX_ID_LENGTH, MAX_NAME_LENGTH, MAX_TOKENS_LIMIT, STOP, JsonObject
 
@@ -226,7 +227,14 @@ class _Conversation(ListedSchema):
     messages: Annotated[list[ApiMessage], STOP] = Field(min_length=1, description="The whole conversation so far.")
     system: str | Annotated[list[_InnerBlock], STOP] | None = Field(default=None, description="Text, or text blocks.")
     tools: Annotated[list[ApiTool], STOP] | None = Field(default=None, description="For the chat template.")
-    tool_choice: JsonObject | None = Field(default=None, description='`{"type": "auto"}` or `{"type": "none"}`.')
+    tool_choice: JsonObject | None = Field(
+        default=None, description='`{"type": "auto"}`, `none`, `any`, or `tool` with a `name`.'
+    )
+    chat_template_kwargs: JsonObject | None = Field(default=None, description="vLLM's: variables of the template.")
+    output_config: JsonObject | None = Field(
+        default=None, description="`format`: the JSON schema of the answer; `effort`: a variable of the template."
+    )
+    output_format: JsonObject | None = Field(default=None, description="The same as `output_config.format`.")
 
     def conversation(self) -> list[Message]:
         """OpenAI's messages. Raises Refusal (400)."""
@@ -250,21 +258,43 @@ class _Conversation(ListedSchema):
         """OpenAI's tools. Raises Refusal (400)."""
         return [tool.function(f"tools.{at}") for at, tool in enumerate(self.tools or ())]
 
-    def check_choice(self) -> None:
+    def choice(self, tools: Sequence[JsonObject]) -> ToolChoice:
         """Raises Refusal (400)."""
-        choice = self.tool_choice or {}
-        for name, value in choice.items():
-            if name == "type":
-                fields.check_value(fields.TOOL_CHOICE, value, "tool_choice.type")
-            elif name == "disable_parallel_tool_use":
-                fields.check_value(fields.PARALLEL, value, f"tool_choice.{name}")
-            else:
-                raise _refused(f"tool_choice.{name}", "is not a field of this request; remove it")
+        choice = self.tool_choice or {"type": "auto"}
+        if unknown := sorted(choice.keys() - {"type", "name", "disable_parallel_tool_use"}):
+            raise _refused(f"tool_choice.{unknown[0]:.80}", "is not a field of this request; remove it")
+        kind, one = choice.get("type"), choice.get("disable_parallel_tool_use") is True
+        if ("name" in choice) != (kind == "tool"):
+            raise _refused("tool_choice.name", "goes with the type tool, and belongs there")
+        theirs = {"any": "required", "tool": {"type": "function", "name": choice.get("name")}}
+        if kind not in ("auto", "none", *theirs):
+            raise _refused("tool_choice.type", f"{kind!r:.80} is not one of auto, any, tool, none; correct it")
+        if one and kind in ("auto", "none"):
+            fields.check_value(fields.PARALLEL, True, "tool_choice.disable_parallel_tool_use")
+        return ToolChoice.of(theirs.get(str(kind), kind), tools, one=one)
 
-    @property
-    def may_call(self) -> bool:
-        """Whether the answer is parsed for tool calls."""
-        return bool(self.tools) and (self.tool_choice or {}).get("type") != "none"
+    def output(self) -> tuple[Grammar | None, str | None]:
+        """What the text must match, and the effort. Raises Refusal (400)."""
+        config = self.output_config or {}
+        if unknown := sorted(config.keys() - {"format", "effort"}):
+            raise _refused(f"output_config.{unknown[0]:.80}", "is not a field of this request; remove it")
+        forms = [(config.get("format"), "output_config.format"), (self.output_format, "output_format")]
+        found = [(form, where) for form, where in forms if form is not None]
+        if len(found) > 1:
+            raise _refused("output_format", "output_config.format is there too; remove one of them")
+        if not found:
+            return None, config.get("effort")
+        form, where = found[0]
+        if not isinstance(form, dict) or form.get("type") != "json_schema":
+            raise _refused(f"{where}.type", "must be json_schema; correct it")
+        return of_response_format(form, where), config.get("effort")
+
+    def variables(self) -> JsonObject:
+        """Of the template. Raises Refusal (400)."""
+        effort = self.output()[1]
+        if effort is not None and not isinstance(effort, str):
+            raise _refused("output_config.effort", "must be a text")
+        return template_kwargs(self.chat_template_kwargs, effort)
 
 
 class MessagesRequest(_Conversation):
@@ -302,20 +332,22 @@ class MessagesRequest(_Conversation):
 
     def sampling(self, default: SamplingParams) -> SamplingParams:
         """These options over the run's. Raises Refusal (400)."""
-        return self._options().sampling(default)
+        sampling, form = self._options().sampling(default), self.output()[0]
+        return sampling if form is None else msgspec.structs.replace(sampling, grammar=form)
 
     def call(self) -> ChatCall:
         """What is asked. Raises Refusal (400)."""
         self.check_fields()
-        self.check_choice()
         self._options().check_rollout(self.rollout_id)
+        tools = self.functions()
         return ChatCall(
             model=self.model,
             messages=self.conversation(),
-            tools=self.functions(),
+            tools=tools,
             stream=self.stream,
             rollout_id=self.rollout_id,
-            parses_tools=self.may_call,
+            tool_choice=self.choice(tools),
+            template_kwargs=self.variables(),
         )
 
 
@@ -325,7 +357,8 @@ class CountRequest(_Conversation):
     def check(self) -> None:
         """Raises Refusal (400)."""
         self.check_fields()
-        self.check_choice()
+        self.choice(self.functions())
+        self.output()
 
 
 _STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

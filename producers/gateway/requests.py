@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,10 +18,11 @@ from pydantic import ConfigDict, Field, StringConstraints, field_validator
 from sluice.pipeline.config.rules import MAX_REWARD_PARTS, REWARD_NAME
 from sluice.pipeline.config.types import Config, PolicyConfig
 from sluice.pipeline.errors import MessageError
-from sluice.pipeline.wire.messages import MAX_GROUP, Message, RolloutHead, SamplingParams
+from sluice.pipeline.wire.messages import MAX_GROUP, Grammar, Message, RolloutHead, SamplingParams
 from sluice.producers.gateway import fields
 from sluice.producers.gateway.fields import ListedSchema
 from sluice.producers.gateway.refusals import Refusal
+from sluice.producers.gateway.structured_output import NO_TOOLS, StructuredOutputs, ToolChoice, of_response_format
 from sluice.producers.http.schemas import (
     MAX_ID_LENGTH,
     MAX_METADATA_BYTES,
@@ -32,6 +33,8 @@ from sluice.producers.http.schemas import (
     TokenId,
 )
 from sluice.producers.http.schemas import Message as MessageSchema
+
+_MAX_DIGITS = 9  # of a token id
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,13 @@ class ChatCall:
     count: int = 1
     stream: bool | None = False
     rollout_id: str | None = None
-    parses_tools: bool = False
+    tool_choice: ToolChoice = NO_TOOLS
+    template_kwargs: JsonObject = field(default_factory=dict[str, Any])
+
+    @property
+    def parses_tools(self) -> bool:
+        """Whether the answer is parsed for tool calls."""
+        return self.tool_choice.parses
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,18 @@ class SamplingOptions(ListedSchema):
     temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy.")
     top_p: float | None = Field(default=None, ge=0, le=1, description="1 is off.")
     top_k: int | None = Field(default=None, ge=-1, lt=2**31, description="-1 and 0 are off.")
+    min_p: float | None = Field(default=None, description="0 is off.")
     repetition_penalty: float | None = Field(default=None, description="1 is off.")
+    presence_penalty: float | None = Field(default=None, description="0 is off.")
+    frequency_penalty: float | None = Field(default=None, description="0 is off.")
+    logit_bias: dict[str, float] | None = Field(default=None, description="By token id, added to its logit.")
+    allowed_token_ids: Annotated[list[TokenId], STOP] | None = Field(
+        default=None, min_length=1, description="Only these are sampled."
+    )
+    bad_words: Annotated[list[str], STOP] | None = Field(
+        default=None, description="Their tokens, alone or after a space, are never completed."
+    )
+    structured_outputs: StructuredOutputs | None = Field(default=None, description="What the text must match.")
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT, description="Tokens per answer.")
     stop: str | Annotated[list[str], STOP] | None = Field(default=None, description="Texts that end the answer.")
     stop_token_ids: Annotated[list[TokenId], STOP] | None = Field(
@@ -93,6 +113,11 @@ class SamplingOptions(ListedSchema):
         """Of an answer; None: the run's."""
         return self.max_tokens
 
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the text must match; None: the run's. Raises Refusal (400)."""
+        return self.structured_outputs and self.structured_outputs.constraint("structured_outputs")
+
     def check_rollout(self, rollout_id: str | None) -> None:
         """Raises Refusal (400) for a turn that can't be one."""
         if rollout_id is not None and self.count != 1:
@@ -107,7 +132,14 @@ class SamplingOptions(ListedSchema):
             "temperature": self.temperature,
             "top_k": 1 if self.top_p == 0 else self.top_k,
             "top_p": self.top_p or None,  # 0 means only the likeliest token
+            "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": _biases(self.logit_bias),
+            "allowed_token_ids": None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            "bad_words": None if self.bad_words is None else tuple(self.bad_words),
+            "grammar": self.grammar,
             "stop": _strings(self.stop),
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             "seed": self.seed,
@@ -118,6 +150,22 @@ class SamplingOptions(ListedSchema):
             return msgspec.structs.replace(default, **found, truncate_prompt=False)
         except ValueError as error:
             raise Refusal(400, f"{error}; correct or remove it", str(error).partition(" ")[0]) from error
+
+
+class FormattedOptions(SamplingOptions):
+    """With OpenAI's way to ask for JSON."""
+
+    response_format: JsonObject | None = Field(
+        default=None, description="`text`, `json_object`, `json_schema`, or vLLM's `structural_tag`."
+    )
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """Raises Refusal (400), also for two."""
+        found = [one for one in (super().grammar, of_response_format(self.response_format)) if one is not None]
+        if len(found) > 1:
+            raise Refusal(400, "response_format: structured_outputs is there too; remove one", "response_format")
+        return found[0] if found else None
 
 
 class ChatMessage(MessageSchema):
@@ -131,7 +179,7 @@ class ChatMessage(MessageSchema):
         return {**found, "role": "system"} if self.role == "developer" else found
 
 
-class ChatRequest(SamplingOptions, CompletionsRequest):  # type: ignore[misc]
+class ChatRequest(FormattedOptions, CompletionsRequest):  # type: ignore[misc]
     """`POST /v1/chat/completions`. Omitted or null fields use the run's settings."""
 
     unserved = fields.CHAT
@@ -159,7 +207,13 @@ class ChatRequest(SamplingOptions, CompletionsRequest):  # type: ignore[misc]
     return_tokens_as_token_ids: bool | None = Field(
         default=None, description="Name the tokens of `logprobs` `token_id:N` instead of by their text."
     )
-    tool_choice: Any = Field(default=None, description='`"auto"`, or `"none"`: calls in the answer stay text.')
+    tool_choice: Any = Field(
+        default=None,
+        description='`"auto"`; `"none"`: calls in the answer stay text; `"required"` or a function: it is calls.',
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="False: one call, with a forced `tool_choice`.")
+    chat_template_kwargs: JsonObject | None = Field(default=None, description="Variables of the chat template.")
+    reasoning_effort: str | None = Field(default=None, description="A variable of the chat template.")
 
     def call(self) -> ChatCall:
         """What is asked. Raises Refusal (400) for values the queue can't carry."""
@@ -171,7 +225,8 @@ class ChatRequest(SamplingOptions, CompletionsRequest):  # type: ignore[misc]
             self.count,
             self.stream,
             self.rollout_id,
-            self.parses_tools,
+            ToolChoice.of(self.tool_choice, self.tools or (), one=self.parallel_tool_calls is False),
+            template_kwargs(self.chat_template_kwargs, self.reasoning_effort),
         )
 
     def plain_messages(self) -> list[Message]:
@@ -193,17 +248,11 @@ class ChatRequest(SamplingOptions, CompletionsRequest):  # type: ignore[misc]
         """Whether a stream ends with its token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    @property
-    def parses_tools(self) -> bool:
-        """Whether the answer is parsed for tool calls."""
-        return bool(self.tools) and self.tool_choice != "none"
-
     def check(self) -> None:
         """Raises Refusal (400) for unsupported options."""
         self.check_fields()
         if self.stream_options is not None:
             self.stream_options.check_fields("stream_options.")
-        fields.check_value(fields.TOOL_CHOICE, self.tool_choice, "tool_choice")
         self.check_rollout(self.rollout_id)
 
 
@@ -328,6 +377,24 @@ def check_can_travel(value: Any) -> None:
         msgspec.msgpack.encode(value)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"cannot be sent through the queue ({error})") from error
+
+
+def template_kwargs(kwargs: JsonObject | None, effort: str | None = None) -> JsonObject:
+    """The template's variables that a request sets. Raises Refusal (400) for values the queue can't carry."""
+    given = {**(kwargs or {}), **({} if effort is None else {"reasoning_effort": effort})}
+    try:
+        check_can_travel(given)
+    except ValueError as error:
+        raise Refusal(400, f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
+    return given
+
+
+def _biases(sent: dict[str, float] | None) -> dict[int, float] | None:
+    if sent is None:
+        return None
+    if odd := next((key for key in sent if not key.isdecimal() or len(key) > _MAX_DIGITS), None):
+        raise Refusal(400, f"logit_bias: {odd!r:.80} is not a token id; correct it", "logit_bias")
+    return {int(key): bias for key, bias in sent.items()}
 
 
 def _strings(stop: str | list[str] | None) -> tuple[str, ...] | None:

@@ -36,7 +36,14 @@ from sluice.producers.gateway.completion import (
 )
 from sluice.producers.gateway.fields import ListedSchema
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.requests import ChatCall, SamplingOptions, StreamOptions, check_can_travel
+from sluice.producers.gateway.requests import (
+    ChatCall,
+    SamplingOptions,
+    StreamOptions,
+    check_can_travel,
+    template_kwargs,
+)
+from sluice.producers.gateway.structured_output import StructuredOutputs, ToolChoice, of_response_format
 from sluice.producers.http.schemas import MAX_ID_LENGTH, MAX_NAME_LENGTH, MAX_TOKENS_LIMIT, STOP, JsonObject, TokenId
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -152,6 +159,22 @@ class ResponseTool(ListedSchema):
         return {"type": "function", "function": {name: value for name, value in sent.items() if value is not None}}
 
 
+class ResponseText(ListedSchema):
+    """How the text is written."""
+
+    unserved = fields.TEXT
+
+    format: JsonObject | None = Field(default=None, description="`text`, `json_object` or `json_schema`.")
+
+
+class Reasoning(ListedSchema):
+    """How much the model thinks."""
+
+    unserved = fields.REASONING
+
+    effort: str | None = None
+
+
 class ResponsesRequest(ListedSchema):
     """`POST /v1/responses`, OpenAI's."""
 
@@ -168,14 +191,28 @@ class ResponsesRequest(ListedSchema):
     previous_response_id: str | None = Field(default=None, description="The conversation goes on after that response.")
     store: bool | None = Field(default=None, description="False: no later response can go on from this one.")
     tools: Annotated[list[ResponseTool], STOP] | None = Field(default=None, description="For the chat template.")
-    tool_choice: Any = Field(default=None, description='`"auto"`, or `"none"`: calls in the answer stay text.')
+    tool_choice: Any = Field(
+        default=None,
+        description='`"auto"`; `"none"`: calls in the answer stay text; `"required"` or a function: it is calls.',
+    )
     include: Annotated[list[str], STOP] | None = Field(default=None, description=f"`{_LOGPROBS}`.")
     metadata: JsonObject | None = Field(default=None, description="Returned.")
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT, description="Null: the run's.")
     temperature: float | None = Field(default=None, ge=0, le=2, description="Null: the run's. 0 is greedy.")
     top_p: float | None = Field(default=None, ge=0, le=1, description="Null: the run's.")
     top_k: int | None = Field(default=None, ge=-1, lt=2**31, description="vLLM's. Null: the run's.")
+    min_p: float | None = Field(default=None, description="vLLM's. Null: the run's.")
     repetition_penalty: float | None = Field(default=None, description="vLLM's. Null: the run's.")
+    presence_penalty: float | None = Field(default=None, description="vLLM's. Null: the run's.")
+    frequency_penalty: float | None = Field(default=None, description="vLLM's. Null: the run's.")
+    logit_bias: dict[str, float] | None = Field(default=None, description="vLLM's.")
+    allowed_token_ids: Annotated[list[TokenId], STOP] | None = Field(default=None, min_length=1, description="vLLM's.")
+    bad_words: Annotated[list[str], STOP] | None = Field(default=None, description="vLLM's.")
+    structured_outputs: StructuredOutputs | None = Field(default=None, description="vLLM's.")
+    text: ResponseText | None = Field(default=None, description="Its `format`: what the text must match.")
+    reasoning: Reasoning | None = Field(default=None, description="Its `effort`: a variable of the chat template.")
+    chat_template_kwargs: JsonObject | None = Field(default=None, description="vLLM's: variables of the template.")
+    parallel_tool_calls: bool | None = Field(default=None, description="False: one call, with a forced `tool_choice`.")
     stop: str | Annotated[list[str], STOP] | None = Field(
         default=None, description="vLLM's: texts that end the answer."
     )
@@ -197,6 +234,13 @@ class ResponsesRequest(ListedSchema):
             top_p=self.top_p,
             top_k=self.top_k,
             repetition_penalty=self.repetition_penalty,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words,
+            structured_outputs=self.structured_outputs,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             seed=self.seed,
@@ -204,14 +248,20 @@ class ResponsesRequest(ListedSchema):
 
     def sampling(self, default: SamplingParams) -> SamplingParams:
         """These options over the run's. Raises Refusal (400)."""
-        return self._options().sampling(default)
+        form = of_response_format(None if self.text is None else self.text.format, "text.format")
+        if form is not None and self.structured_outputs is not None:
+            raise _refused("text.format", "structured_outputs is there too; remove one of them")
+        sampling = self._options().sampling(default)
+        return sampling if form is None else msgspec.structs.replace(sampling, grammar=form)
 
     def check(self) -> None:
         """Raises Refusal (400)."""
         self.check_fields()
         if self.stream_options is not None:
             self.stream_options.check_fields("stream_options.")
-        fields.check_value(fields.TOOL_CHOICE, self.tool_choice, "tool_choice")
+        for name in ("text", "reasoning"):
+            if (part := getattr(self, name)) is not None:
+                part.check_fields(f"{name}.")
         for at, name in enumerate(self.include or ()):
             if name not in _INCLUDABLE:
                 raise _refused(f"include.{at}", f"{name!r:.80} is not supported: it may be {_LOGPROBS}")
@@ -238,7 +288,8 @@ class ResponsesRequest(ListedSchema):
             tools=tools,
             stream=self.stream,
             rollout_id=self.rollout_id,
-            parses_tools=bool(tools) and self.tool_choice != "none",
+            tool_choice=ToolChoice.of(self.tool_choice, tools, one=self.parallel_tool_calls is False),
+            template_kwargs=template_kwargs(self.chat_template_kwargs, self.reasoning and self.reasoning.effort),
         )
 
     def messages(self) -> list[Message]:

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from sluice.producers.gateway import fields
 from sluice.producers.gateway.fields import ListedSchema
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.requests import ChatMessage, SamplingOptions, StreamOptions
+from sluice.producers.gateway.requests import ChatMessage, FormattedOptions, SamplingOptions, StreamOptions
 from sluice.producers.http.schemas import MAX_ID_LENGTH, STOP, JsonObject, TokenId
 
 _Ids = Annotated[list[TokenId], STOP]
@@ -22,7 +22,7 @@ _ROLLOUT = Field(
 )
 
 
-class CompletionRequest(SamplingOptions):
+class CompletionRequest(FormattedOptions):
     """`POST /v1/completions`."""
 
     unserved = fields.COMPLETION
@@ -134,6 +134,7 @@ class TokenizeRequest(ListedSchema):
     )
     tools: Annotated[list[JsonObject], STOP] | None = Field(default=None, description="With `messages`.")
     add_generation_prompt: bool | None = Field(default=None, description="With `messages`; null: true.")
+    chat_template_kwargs: JsonObject | None = Field(default=None, description="With `messages`.")
     add_special_tokens: bool | None = Field(default=None, description="With `prompt`; null: true, as in vLLM.")
     return_token_strs: bool | None = Field(default=None, description="Add the tokens' own texts.")
 
@@ -143,6 +144,7 @@ class TokenizeRequest(ListedSchema):
         if (self.prompt is None) == (self.messages is None):
             raise Refusal(400, "send either prompt or messages", "prompt")
         of_messages: dict[str, Any] = {"tools": self.tools, "add_generation_prompt": self.add_generation_prompt}
+        of_messages["chat_template_kwargs"] = self.chat_template_kwargs
         for name, value in of_messages.items():
             if self.messages is None and value is not None:
                 raise Refusal(400, f"{name} goes with messages, and this is a prompt; remove it", name)

@@ -21,7 +21,7 @@ from sluice.producers.gateway.chat import Once
 from sluice.producers.gateway.completion import Answer, with_error
 from sluice.producers.gateway.openapi import COMPLETION_EXAMPLES, COMPLETIONS, GENERATE, GENERATE_EXAMPLES, errors
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.requests import TokenCall, check_can_travel
+from sluice.producers.gateway.requests import TokenCall, check_can_travel, template_kwargs
 from sluice.producers.gateway.routes import (
     JSON,
     SCOPE,
@@ -154,9 +154,12 @@ def _tokenizing(service: Service, body: TokenizeRequest) -> Callable[[], list[in
     if image_parts(messages):
         message = "messages: an image's tokens are counted by the engine; remove the images"
         raise Refusal(400, message, "messages")
+    kwargs = template_kwargs(body.chat_template_kwargs)
+    service.chat.check_template(kwargs, body.tools or ())
     options = replace(
         service.renderer.options,
         tools=body.tools or [],
+        kwargs=kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,
     )
     return partial(replace(service.renderer, options=options).prompt, messages)

@@ -4,7 +4,8 @@
   character (`\\ud800`) aren't a call either: JSON couldn't carry them to a client.
 - Ids are derived from the turn's key, so a repeated request gets the same ones.
 - A custom parser is a function `text -> Parsed`; its optional attribute `marker` is the start of a call. A streaming
-  caller gets text up to the marker as it arrives; without a marker, all text comes at the end.
+  caller gets text up to the marker as it arrives; without a marker, all text comes at the end. With its optional method
+  `structure`, an answer can be forced to be calls (structured_output.py).
 """
 
 from __future__ import annotations
@@ -48,6 +49,22 @@ class Hermes:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Qwen and Hermes write it; the last may be open."""
 
     marker = "<tool_call>"
+
+    def structure(self, functions: Sequence[dict[str, Any]], one: bool) -> dict[str, Any]:
+        """One or more calls of these functions, as a format of xgrammar's structural tags."""
+        tags = [
+            {
+                "type": "tag",
+                "begin": '<tool_call>\n{"name": '
+                + json.dumps(function.get("name"), ensure_ascii=False)
+                + ', "arguments": ',
+                "content": {"type": "json_schema", "json_schema": function.get("parameters") or {"type": "object"}},
+                "end": "}\n</tool_call>",
+            }
+            for function in functions
+        ]
+        repeated = {"separator": "\n", "at_least_one": True, "stop_after_first": one}
+        return {"type": "tags_with_separator", "tags": tags, **repeated}
 
     def __call__(self, text: str, /) -> Parsed:
         """Content is the text outside well-formed calls, stripped."""

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
-from sluice.pipeline.wire.messages import CUT_SHORT, FinishReason, SequenceResult
+from sluice.pipeline.wire.messages import CUT_SHORT, FinishReason, Reshaped, SequenceResult
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.producers.gateway.metrics import Metrics
@@ -74,6 +75,7 @@ def trajectories(rollout: Rollout, verdict: Verdict) -> list[SequenceResult]:
                 seq_id=f"{rollout.head.rollout_id}/{part}" if part else rollout.head.rollout_id,
                 part=part,
                 prompt_token_ids=TokenArray(turns[path[0]].added_token_ids),
+                reshaped=_reshaped([turns[place] for place in path]),
                 **tokens.columns(),
             )
         )
@@ -96,6 +98,17 @@ def _sampled(path: Sequence[Turn], is_new: Sequence[bool]) -> SampledTokens:
             whole += SampledTokens.context(turn.added_token_ids)
         whole += turn.result.sampled if new else SampledTokens.context(turn.result.token_ids)
     return whole.with_mask()
+
+
+def _reshaped(path: Sequence[Turn]) -> list[Reshaped]:
+    """Those of the turns, from the end of the root's prompt on."""
+    found: list[Reshaped] = []
+    at = -len(path[0].added_token_ids)
+    for turn in path:
+        at += len(turn.added_token_ids)
+        found += [replace(one, start=one.start + at, end=one.end + at) for one in turn.result.reshaped]
+        at += len(turn.result.token_ids)
+    return found
 
 
 def _about(

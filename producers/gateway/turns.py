@@ -83,6 +83,7 @@ def plan_turn(
     *,
     sampling: SamplingParams,
     renderer: Renderer,
+    template_kwargs: Mapping[str, Any] | None = None,
     response_mask: Sequence[int] | None = None,
     images: Sequence[ImageRef] = (),
 ) -> Plan:
@@ -90,9 +91,10 @@ def plan_turn(
 
     Raises Refusal (400) for a mask or template that doesn't match, RequestError, ModelError.
     """
-    with_tools = replace(renderer, options=replace(renderer.options, tools=tools))
-    before = digests(messages, tools)[-1]
-    found = goes_on_from(turns, messages, tools)
+    kwargs = template_kwargs or {}
+    with_tools = replace(renderer, options=replace(renderer.options, tools=tools, kwargs=kwargs))
+    before = digests(messages, tools, kwargs)[-1]
+    found = goes_on_from(turns, messages, tools, kwargs)
     path = path_to(turns, found.turn) if found else []
     known, sent = known_token_ids(path), sent_token_ids(path)
     try:
@@ -198,9 +200,11 @@ def digest(value: Any) -> str:
     return sha256(_canonical(value).encode()).hexdigest()[:32]
 
 
-def digests(messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[str]:
-    """Entry k stands for the tools and the first k messages; shape (len(messages) + 1,)."""
-    found = [digest(list(tools))]
+def digests(
+    messages: Sequence[Message], tools: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Entry k stands for the tools, the template's variables and the first k messages; shape (len(messages) + 1,)."""
+    found = [digest([list(tools), kwargs] if kwargs else list(tools))]
     for message in messages:
         found.append(after(found[-1], message))
     return found
@@ -211,10 +215,15 @@ def after(before: str, message: Message) -> str:
     return digest([before, normal(message)])
 
 
-def goes_on_from(turns: Sequence[Known], messages: Sequence[Message], tools: Sequence[Any] = ()) -> Found | None:
+def goes_on_from(
+    turns: Sequence[Known],
+    messages: Sequence[Message],
+    tools: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Found | None:
     """The turn with the longest history that is a prefix of these messages; the newest of several."""
     newest = {turn.history: place for place, turn in enumerate(turns)}
-    known = digests(messages, tools)
+    known = digests(messages, tools, kwargs)
     for at in range(len(messages) - 1, -1, -1):
         if messages[at].get("role") == "assistant" and (place := newest.get(known[at + 1])) is not None:
             return Found(place, at)

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from sluice.pipeline.wire.messages import SamplingParams
 from sluice.workers.engine.sampling import (
+    Penalties,
     SamplingTable,
+    keep_min_p,
     keep_top_k,
     keep_top_p,
-    penalise,
     sample,
     stream_keys,
     uniforms,
@@ -55,13 +56,33 @@ def test_top_p_keeps_the_smallest_sufficient_set(row: list[float], top_p: float)
         assert len(kept) == len(row)
 
 
-@given(logit_rows, st.floats(0.5, 2.0), st.data())
-def test_penalty_against_the_definition(row: list[float], penalty: float, data: st.DataObject) -> None:
-    seen = data.draw(st.lists(st.booleans(), min_size=len(row), max_size=len(row)))
-    got = penalise(torch.tensor([row]), torch.tensor([seen]), torch.tensor([[penalty]]))[0].tolist()
-    for value, hit, result in zip(row, seen, got, strict=True):
-        expected = (value / penalty if value > 0 else value * penalty) if hit else value
-        assert math.isclose(result, expected, rel_tol=1e-5, abs_tol=1e-6)
+@given(logit_rows, st.floats(0.001, 1.0))
+def test_min_p_keeps_what_is_likely_enough(row: list[float], min_p: float) -> None:
+    probs = torch.softmax(torch.tensor(row), -1)
+    kept = _kept(keep_min_p(torch.tensor([row]), torch.tensor([[min_p]])))
+    assert kept == {i for i, prob in enumerate(probs) if prob >= probs.max() * torch.tensor(min_p)}
+
+
+@given(logit_rows, st.floats(0.5, 2.0), st.floats(-2, 2), st.floats(-2, 2), st.data())
+def test_penalties_against_their_definitions(
+    row: list[float], repetition: float, presence: float, frequency: float, data: st.DataObject
+) -> None:
+    ids = st.lists(st.integers(0, len(row) - 1), max_size=6)
+    prompt, answer, drawn = data.draw(ids), data.draw(ids), data.draw(st.integers(0, len(row) - 1))
+    given_ = SamplingParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    penalties = Penalties.of([given_], [(prompt, answer)], len(row), torch.device("cpu"))
+    if penalties is None:
+        assert (repetition, presence, frequency) == (1, 0, 0)
+        return
+    for tokens in (answer, [*answer, drawn]):
+        got = penalties.apply(torch.tensor([row]))[0].tolist()
+        for token, (value, result) in enumerate(zip(row, got, strict=True)):
+            expected = value
+            if token in {*prompt, *tokens}:
+                expected = value / repetition if value > 0 else value * repetition
+            expected -= frequency * tokens.count(token) + presence * (token in tokens)
+            assert math.isclose(result, expected, rel_tol=1e-4, abs_tol=1e-4)
+        penalties.advance(torch.tensor([drawn]))
 
 
 @given(st.integers(-(2**70), 2**70), st.integers(0, 10_000))

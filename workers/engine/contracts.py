@@ -45,6 +45,7 @@ class EngineFacts:
     hooks: frozenset[Hook] = frozenset()  # plugin hooks it can call
     repeat_terminate: bool = False  # the repeat guard is loaded
     logprobs_mode: str = "raw_logprobs"  # or processed_logprobs: at the sampling temperature (1 where that is 0)
+    grammars: str = ""  # the library that derives their masks, with its version; empty: not installed
     flags: tuple[str, ...] = ()  # settings that matter when reading the numbers, e.g. attention=sdpa
 
 

@@ -12,6 +12,8 @@ from sluice.pipeline.errors import RequestError
 from sluice.pipeline.wire.messages import SamplingParams
 from sluice.workers.engine.contracts import EngineFacts, SequenceRequest
 
+_PLAIN = SamplingParams()
+
 
 def fit_prompt(
     where: str, prompt: Sequence[int], sampling: SamplingParams, facts: EngineFacts
@@ -58,6 +60,8 @@ def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence
         f"{key}: pad_token_id", () if request.pad_token_id is None else (request.pad_token_id,), facts.vocab_size
     )
     check_token_ids(f"{key}: allowed_token_ids", request.allowed_token_ids, facts.vocab_size)
+    check_token_ids(f"{key}: allowed_token_ids", request.sampling.allowed_token_ids, facts.vocab_size)
+    check_token_ids(f"{key}: logit_bias", list(request.sampling.logit_bias), facts.vocab_size)
     if facts.repeat_terminate and request.eos_token_ids is not None and not request.eos_token_ids:
         raise RequestError(
             f"{key}: ignore_eos cannot be combined with repeat_terminate, which ends loops with an end-of-sequence id; "
@@ -65,11 +69,11 @@ def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence
         )
     sampling = request.sampling
     if facts.logprobs_mode != "raw_logprobs" and (
-        sampling.top_p < 1 or sampling.top_k or sampling.repetition_penalty != 1
+        sampling.top_p < 1 or sampling.top_k or sampling.min_p or sampling.reshapes(_PLAIN)
     ):
         raise RequestError(
-            f"{key}: {facts.logprobs_mode} supports a temperature, but no top_p, top_k or repetition_penalty: under "
-            "other weights a token they exclude has no logprob; remove them, or use raw logprobs"
+            f"{key}: {facts.logprobs_mode} supports a temperature, but no top_p, top_k, min_p, penalty or constraint: "
+            "under other weights a token they exclude has no logprob; remove them, or use raw logprobs"
         )
     if "" in request.sampling.stop:
         raise RequestError(f"{key}: an empty stop string would end every sequence immediately; remove it")

@@ -18,6 +18,7 @@ from typing import Any
 from sluice.pipeline.errors import EngineError
 from sluice.pipeline.wire.messages import Progress
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
+from sluice.workers.engine.constraints import Constraint, Grammars, Narrowed
 from sluice.workers.engine.contracts import DecodeEnding, EngineFacts, SequenceOutput, SequenceRequest
 from sluice.workers.engine.limits import check_request
 from sluice.workers.guard.repeat import RepeatTrigger
@@ -35,23 +36,31 @@ class RunningSequence:
         "_ends",
         "_limit",
         "_reported",
-        "_tokenizer",
         "_watch",
         "eos",
         "finish_reason",
         "logprob_temperature",
+        "narrowed",
         "prompt",
         "request",
         "sampled",
         "stop_reason",
+        "tokenizer",
         "tokens",
         "trigger",
     )
 
     def __init__(
-        self, request: SequenceRequest, tokenizer: Any, facts: EngineFacts, prompt: Sequence[int] | None = None
+        self,
+        request: SequenceRequest,
+        tokenizer: Any,
+        facts: EngineFacts,
+        prompt: Sequence[int] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`prompt` as the model sees it, if different from the request's. Raises RequestError for a bad request.
+        """`prompt` as the model sees it, if different from the request's. `grammars`: for a request with a constraint.
+
+        Raises RequestError for a bad request.
 
         May have ended already, if `so_far` holds a whole sequence.
         """
@@ -66,10 +75,14 @@ class RunningSequence:
         self.finish_reason: DecodeEnding | None = None
         self.stop_reason: StopReason = None
         self.trigger: RepeatTrigger | None = None
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._limit = sampling.max_new_tokens
         self.eos = facts.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
         self._ends = end_reasons(tokenizer, self.eos, sampling.stop_token_ids, sampling.stop)
+        constraint = Constraint.of(sampling, tokenizer, self.eos)
+        self.narrowed = None
+        if constraint is not None:
+            self.narrowed = Narrowed(constraint, grammars or Grammars(lambda: tokenizer, facts.vocab_size))
         self._watch = StopStrings(sampling.stop, text_decoder(tokenizer)) if sampling.stop else None
         self._replay()
         self._reported = len(self.tokens)
@@ -90,7 +103,10 @@ class RunningSequence:
         return self._watch is not None
 
     def push(self, token: int, logprob: float, version: int) -> bool:
-        """Take the next token; True if it ends the sequence. Raises EngineError for a NaN."""
+        """Take the next token; True if it ends the sequence.
+
+        Raises EngineError for a NaN, RequestError for a token that the request excludes.
+        """
         self._take(token, logprob, version)
         request = self.request
         if self.finish_reason is None:
@@ -129,7 +145,7 @@ class RunningSequence:
         """The result of an ended sequence. Raises EngineError if it is still running."""
         if self.finish_reason is None:
             raise EngineError(f"{self.request.seq_key}: output requested before the sequence ended")
-        text, raw_text = final_texts(self._tokenizer, self.tokens, self.request.sampling.stop)
+        text, raw_text = final_texts(self.tokenizer, self.tokens, self.request.sampling.stop)
         return SequenceOutput(
             seq_key=self.request.seq_key,
             prompt_token_ids=tuple(self.prompt),
@@ -147,6 +163,8 @@ class RunningSequence:
 
     def _take(self, token: int, logprob: float, version: int) -> None:
         self._check(logprob, len(self.tokens))
+        if self.narrowed is not None:
+            self.narrowed.take(token)
         self.sampled.append(token, logprob, version)
         if token in self._ends:
             self.end("stop", self._ends[token])

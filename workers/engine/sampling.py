@@ -1,6 +1,7 @@
 """From logits to a token, with the same steps and the same random numbers on every backend.
 
-- Order: repetition penalty, temperature, top-k, top-p (over what top-k left); temperature 0: the best token.
+- Order, as in vLLM: constraints (constraints.py), penalties, temperature, min-p, top-k, top-p (over what top-k left);
+  temperature 0: the best token.
 - Logprobs are of the untouched logits: raw at temperature 1, processed at the row's own (1 if that is 0).
 - Random numbers depend only on (seed, position), a counter-based stream (splitmix64): a redelivered sequence draws
   the same numbers regardless of its batch, and a resumed one continues where it was.
@@ -43,11 +44,59 @@ def _mix(values: Keys) -> Keys:
     return values ^ (values >> np.uint64(31))
 
 
-def penalise(logits: torch.Tensor, seen: torch.Tensor | None, penalty: torch.Tensor) -> torch.Tensor:
-    """Divide positive logits of seen tokens by the row's penalty, and multiply negative ones."""
-    if seen is None:
+@dataclass(slots=True)
+class Penalties:
+    """Penalties of the rows as tensors; None for one that no row has."""
+
+    repetition: torch.Tensor | None  # float32 (rows, 1)
+    presence: torch.Tensor | None  # float32 (rows, 1)
+    frequency: torch.Tensor | None  # float32 (rows, 1)
+    seen: torch.Tensor | None  # bool (rows, vocab): in prompt or answer
+    counts: torch.Tensor | None  # float32 (rows, vocab): how often in the answer
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Penalised],
+        contexts: Sequence[tuple[Sequence[int], Sequence[int]]],
+        vocab: int,
+        device: torch.device,
+    ) -> Penalties | None:
+        """`contexts` are (prompt, generated) token ids. None if no row has a penalty."""
+        repetition = _column([row.repetition_penalty for row in rows], 1.0, device)
+        presence = _column([row.presence_penalty for row in rows], 0.0, device)
+        frequency = _column([row.frequency_penalty for row in rows], 0.0, device)
+        by_count = presence is not None or frequency is not None
+        if repetition is None and not by_count:
+            return None
+        seen = None if repetition is None else _seen(contexts, vocab, device)
+        return cls(repetition, presence, frequency, seen, _counts(contexts, vocab, device) if by_count else None)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Seen tokens: positive logits are divided by the repetition penalty, negative ones multiplied; then less the
+        other two. Returns new logits.
+        """
+        if self.repetition is not None and self.seen is not None:
+            lower = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
+            logits = torch.where(self.seen, lower, logits)
+        if self.frequency is not None and self.counts is not None:
+            logits = logits - self.frequency * self.counts
+        if self.presence is not None and self.counts is not None:
+            logits = logits - self.presence * (self.counts > 0)
         return logits
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+    def advance(self, tokens: torch.Tensor) -> None:
+        """Record the tokens (rows,) just sampled."""
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens.unsqueeze(1), True)
+        if self.counts is not None:
+            self.counts.scatter_add_(1, tokens.unsqueeze(1), torch.ones_like(self.counts[:, :1]))
+
+
+def keep_min_p(scores: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """-inf for every token whose probability is below `min_p` (rows, 1) times that of the row's best."""
+    probs = torch.softmax(scores, dim=-1)
+    return scores.masked_fill(probs < probs.amax(dim=-1, keepdim=True) * min_p, float("-inf"))
 
 
 def keep_top_k(scores: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
@@ -66,10 +115,13 @@ def keep_top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 class Draw(Protocol):
-    """Sampling parameters of one row: temperature 0 takes the best token, top_k 0 and top_p 1 are off."""
+    """Sampling parameters of one row: temperature 0 takes the best token; min_p 0, top_k 0 and top_p 1 are off."""
 
     @property
     def temperature(self) -> float: ...
+
+    @property
+    def min_p(self) -> float: ...
 
     @property
     def top_k(self) -> int: ...
@@ -78,12 +130,26 @@ class Draw(Protocol):
     def top_p(self) -> float: ...
 
 
+class Penalised(Protocol):
+    """Penalties of one row; 1 is off for the first, 0 for the others."""
+
+    @property
+    def repetition_penalty(self) -> float: ...
+
+    @property
+    def presence_penalty(self) -> float: ...
+
+    @property
+    def frequency_penalty(self) -> float: ...
+
+
 @dataclass(slots=True)
 class DrawTable:
     """Draw parameters of the rows as tensors; None for a step that no row uses."""
 
     keys: Keys
     temperature: torch.Tensor | None  # float32 (rows, 1); 1 for greedy rows
+    min_p: torch.Tensor | None  # float32 (rows, 1)
     top_k: torch.Tensor | None  # int64 (rows, 1), vocabulary size = off
     top_p: torch.Tensor | None  # float32 (rows, 1)
 
@@ -92,6 +158,7 @@ class DrawTable:
         return cls(
             keys=stream_keys(seeds),
             temperature=_column([row.temperature or 1.0 for row in rows], 1.0, device),
+            min_p=_column([row.min_p for row in rows], 0.0, device),
             top_k=_column([min(row.top_k or vocab, vocab) for row in rows], vocab, device, torch.int64),
             top_p=_column([row.top_p for row in rows], 1.0, device),
         )
@@ -100,6 +167,8 @@ class DrawTable:
         """int64 (rows,) from float32 scores (rows, vocab), each with the random number of its token position."""
         if self.temperature is not None:
             scores = scores / self.temperature
+        if self.min_p is not None:
+            scores = keep_min_p(scores, self.min_p)
         if self.top_k is not None:
             scores = keep_top_k(scores, self.top_k)
         if self.top_p is not None:
@@ -118,8 +187,7 @@ class SamplingTable:
     draws: DrawTable
     positions: npt.NDArray[np.int64]  # (rows,): tokens generated so far
     greedy: torch.Tensor  # bool (rows,)
-    penalty: torch.Tensor | None  # float32 (rows, 1)
-    seen: torch.Tensor | None  # bool (rows, vocab): tokens in prompt or output, if there is a penalty
+    penalties: Penalties | None
     all_greedy: bool
     any_greedy: bool
     processed: bool  # logprobs at the row's temperature
@@ -137,13 +205,11 @@ class SamplingTable:
     ) -> SamplingTable:
         """Table for these rows; `contexts` are (prompt, generated) token ids."""
         greedy = [p.temperature == 0 for p in params]
-        penalty = _column([p.repetition_penalty for p in params], 1.0, device)
         return cls(
             draws=DrawTable.of(params, seeds, vocab, device),
             positions=np.array([len(generated) for _, generated in contexts], dtype=np.int64),
             greedy=torch.tensor(greedy, device=device),
-            penalty=penalty,
-            seen=None if penalty is None else _seen(contexts, vocab, device),
+            penalties=Penalties.of(params, contexts, vocab, device),
             all_greedy=all(greedy),
             any_greedy=any(greedy),
             processed=processed,
@@ -152,8 +218,8 @@ class SamplingTable:
     def advance(self, tokens: torch.Tensor) -> None:
         """Record the tokens (rows,) just sampled."""
         self.positions += 1
-        if self.seen is not None:
-            self.seen.scatter_(1, tokens.unsqueeze(1), True)
+        if self.penalties is not None:
+            self.penalties.advance(tokens)
 
 
 def sample(
@@ -165,8 +231,8 @@ def sample(
     """
     raw = torch.log_softmax(logits, dim=-1)
     scores = raw if allowed is None else allowed
-    if table.penalty is not None:
-        scores = penalise(logits if allowed is None else allowed, table.seen, table.penalty)
+    if table.penalties is not None:
+        scores = table.penalties.apply(logits if allowed is None else allowed)
     if table.all_greedy:
         tokens = scores.argmax(dim=-1)
     else:
@@ -192,3 +258,10 @@ def _seen(contexts: Sequence[tuple[Sequence[int], Sequence[int]]], vocab: int, d
     for row, (prompt, generated) in enumerate(contexts):
         seen[row, [*prompt, *generated]] = True
     return seen.to(device)
+
+
+def _counts(contexts: Sequence[tuple[Sequence[int], Sequence[int]]], vocab: int, device: torch.device) -> torch.Tensor:
+    counts = torch.zeros(len(contexts), vocab)
+    for row, (_, generated) in enumerate(contexts):
+        counts[row] = torch.bincount(torch.tensor(generated, dtype=torch.int64), minlength=vocab)
+    return counts.to(device)

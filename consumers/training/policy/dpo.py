@@ -40,7 +40,7 @@ NO_RECORD = frozenset(
 )
 """Keys of proximal logprobs, which this loss has none of."""
 
-_CUT = (LeftOut.foreign, LeftOut.stale, LeftOut.missing)
+_CUT = (LeftOut.foreign, LeftOut.stale, LeftOut.missing, LeftOut.reshaped)
 Score = Callable[[Sequence[TrainingSample]], list[list[float]]]
 
 

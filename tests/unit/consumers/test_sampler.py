@@ -18,7 +18,7 @@ from sluice.consumers.tasks.registry import load_task
 from sluice.consumers.tasks.segments import LeftOut
 from sluice.consumers.tasks.task import Matched, Parsed, Task, TaskContext
 from sluice.pipeline.config.types import ConsumerConfig, ModelConfig, PolicyConfig, RolloutMatchingConfig
-from sluice.pipeline.wire.messages import DeadLetter, ImageRef, SequenceResult, TrainingSample
+from sluice.pipeline.wire.messages import DeadLetter, ImageRef, Reshaped, SamplingParams, SequenceResult, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result, training_sample
 from tests.tiny_tokenizer import tiny_codec
@@ -380,3 +380,33 @@ def test_the_reward_of_what_is_overlong_falls() -> None:
         assert [one.reward for one in samples] == [wanted] * 2
         shares = [one.metrics["reward/overlong"] for one in samples]
         assert [str(share) for share in shares] == [str(wanted - 1.0)] * 2, "never -0.0"
+
+
+@pytest.mark.parametrize("on_reshaped", ["mask", "train"])
+def test_tokens_drawn_from_another_distribution_are_marked_and_by_default_not_trained(on_reshaped: Any) -> None:
+    policy = PolicyConfig(enabled=True, advantage="reward", on_reshaped=on_reshaped)
+    context = replace(CONTEXT, policy=policy)
+    span = Reshaped(start=1, end=3, sampling=SamplingParams(presence_penalty=1.0))
+    [sample], [] = Sampler(TASK, context, ConsumerConfig()).samples_of(group(result(reshaped=[span], reward=1.0)))
+    start = len(result().prompt_token_ids)
+    assert [(one.start - start, one.end - start, one.sampling) for one in sample.reshaped] == [(1, 3, span.sampling)]
+    assert sample.metrics["rollout/reshaped_tokens"] == 2
+    on = [1, 1, 1] if on_reshaped == "train" else [1, 0, 0]
+    assert sample.response_mask.expand() == [0] * start + on
+    left = [LeftOut.no if one else LeftOut.reshaped for one in on]
+    assert (sample.left_out.expand() or [0] * (start + 3)) == [LeftOut.no] * start + left
+
+
+def test_a_task_that_writes_other_tokens_trains_none_behind_a_reshaped_one() -> None:
+    """Its span can't be followed there."""
+
+    def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
+        made = exact_answer.target(matched, ctx)
+        ids = [*made.token_ids[:3], 99, *made.token_ids[3:-1]]
+        return structs.replace(made, token_ids=TokenArray(ids), labels=TokenArray(ids))
+
+    context = replace(CONTEXT, policy=PolicyConfig(enabled=True, advantage="reward"))
+    span = Reshaped(start=1, end=2, sampling=SamplingParams(presence_penalty=1.0))
+    given = group(result(reshaped=[span], reward=1.0))
+    [sample], [] = Sampler(replace(TASK, target=target), context, ConsumerConfig()).samples_of(given)
+    assert sample.response_mask.expand() == [0, 0, 1, 0, 0]

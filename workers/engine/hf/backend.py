@@ -36,6 +36,7 @@ from sluice.pipeline.errors import EngineError, RequestError, SluiceError, TornW
 from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
 from sluice.workers.engine.adapters import OWN, AdapterRoom, Policy, check_whole, checked, is_adapter
+from sluice.workers.engine.constraints import Grammars
 from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from sluice.workers.engine.hf.decoder import Decoder, Ended
 from sluice.workers.engine.hf.model import LoadedModel, load_model
@@ -110,6 +111,8 @@ class HfBackend:
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
         """Decode one sequence in the running batch. Raises RequestError or EngineError."""
         thread = self._running()
+        if thread.grammars is not None:
+            await thread.grammars.prepare(request.sampling.grammar)
         if not request.images:
             return await asyncio.wrap_future(thread.decode(request))
         if self._images is None:
@@ -207,6 +210,7 @@ class DecodeThread:
         self.processor: VisionProcessor | None = None  # set once the model is loaded, if it takes images
         self.features: ImageFeatures | None = None  # likewise
         self.guard: GuardRules | None = None  # likewise, if the guard is on
+        self.grammars: Grammars | None = None  # set once the model is loaded
         self.guard_cost = GuardCost()
         self._load_model, self._directory = load, directory
         self._max_batch, self._room, self._second_copy_gb = max_batch, room, second_copy_gb
@@ -280,6 +284,7 @@ class DecodeThread:
                 decoder = Decoder(model, self.versions[OWN], self.guard_cost)
                 self.processor, self.guard = decoder.model.vision, decoder.model.guard
                 model = decoder.model
+                self.grammars = model.grammars
                 self._weights = Weights(model, self._directory, self._second_copy_gb)
                 self.features = model.features
                 self.ready.set_result(decoder.model.facts)
@@ -364,7 +369,7 @@ class DecodeThread:
                     raise TornWeights(str(self._weights.torn))
                 model = decoder.model
                 decoder.policies.of(request.adapter, request.seq_key)
-                row = Row(request, model.tokenizer, model.facts, vision, model.guard)
+                row = Row(request, model.tokenizer, model.facts, vision, model.guard, model.grammars)
             except SluiceError as error:
                 _fail(future, error)
                 continue

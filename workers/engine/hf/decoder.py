@@ -18,6 +18,7 @@ import torch
 
 from sluice.pipeline.errors import EngineError, RequestError
 from sluice.workers.engine.adapters import OWN, Policies, Policy
+from sluice.workers.engine.constraints import NO_TOKEN
 from sluice.workers.engine.hf.adapters import Lora
 from sluice.workers.engine.hf.cache import DecodeCache, PrefillCache
 from sluice.workers.engine.hf.model import LoadedModel
@@ -186,7 +187,11 @@ class Decoder:
         self, rows: Sequence[Row], logits: torch.Tensor, errors: dict[int, EngineError]
     ) -> torch.Tensor | None:
         """The logits as changed by the rows' plugins and requests, or None if unchanged."""
-        changed = [index for index, row in enumerate(rows) if row.hooks is not None or row.request.allowed_token_ids]
+        changed = [
+            index
+            for index, row in enumerate(rows)
+            if row.hooks is not None or row.request.allowed_token_ids or row.narrowed is not None
+        ]
         if not changed:
             return None
         allowed = logits.clone()
@@ -195,6 +200,9 @@ class Decoder:
             if only := list(row.request.allowed_token_ids):
                 allowed[index] = float("-inf")
                 allowed[index, only] = logits[index, only]
+            if row.narrowed is not None and not row.narrowed.narrow(allowed[index]):
+                errors[index] = RequestError(NO_TOKEN)
+                continue
             if row.hooks is None:
                 continue
             try:

@@ -25,6 +25,7 @@ from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from sluice.pipeline.errors import ModelError
 from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.images.processor import VisionProcessor
+from sluice.workers.engine.constraints import Grammars, library
 from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.engine.hf.adapters import Adapters
 from sluice.workers.engine.hf.cache import PrefillCache
@@ -45,6 +46,7 @@ class LoadedModel:
     pad_token_id: int
     keeps_last_logits: bool  # its forward can return logits of the last positions only
     adapters: Adapters  # beside its weights
+    grammars: Grammars
     rope_index: Callable[..., Any] | None = None  # positions of a prompt with images, if they have 3 axes
     vision: VisionProcessor | None = None  # None: takes no images
     features: ImageFeatures | None = None  # likewise
@@ -85,6 +87,7 @@ def load_model(
         pad_token_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         keeps_last_logits="logits_to_keep" in takes,
         adapters=Adapters(module),
+        grammars=Grammars(lambda: tokenizer, facts.vocab_size),
         rope_index=getattr(getattr(module, "model", None), "get_rope_index", None),
         vision=vision,
         features=None if vision is None else ImageFeatures(module, torch, max_bytes=feature_bytes),
@@ -110,6 +113,7 @@ def _facts(config: ModelConfig, module: Any, tokenizer: Any, *, supports_vlm: bo
         context_length=int(getattr(text, "max_position_embeddings", None) or tokenizer.model_max_length),
         supports_vlm=supports_vlm,
         hooks=frozenset({"stopping_criteria", "logits_processor"}),
+        grammars=library(),
         flags=(f"attention={text._attn_implementation}",),
     )
 

@@ -14,6 +14,7 @@ import torch
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.processor import VisionInputs
 from sluice.workers.engine.adapters import Policy
+from sluice.workers.engine.constraints import Grammars
 from sluice.workers.engine.contracts import EngineFacts, SequenceRequest
 from sluice.workers.engine.plugins.base import GenerationPlugin
 from sluice.workers.engine.running import RunningSequence
@@ -33,9 +34,10 @@ class Row(RunningSequence):
         facts: EngineFacts,
         vision: VisionInputs | None = None,
         guard: GuardRules | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """Raises RequestError for a request the engine can't decode whole."""
-        super().__init__(request, tokenizer, facts, None if vision is None else vision.token_ids)
+        super().__init__(request, tokenizer, facts, None if vision is None else vision.token_ids, grammars)
         self.policy: Policy | None = None  # under which its cache was computed; None: not prefilled yet
         self.vision = vision
         self.pad_token_id = request.pad_token_id

@@ -11,7 +11,7 @@ from sluice.pipeline.config.suggest import nearest
 from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions
 from sluice.pipeline.errors import ConfigError, ModelError
 from sluice.workers.engine.adapters import AdapterRoom
-from sluice.workers.engine.vllm.processor import SeededSampler
+from sluice.workers.engine.vllm.processor import Reshaper, SeededSampler
 from sluice.workers.engine.vllm.vision import Vision
 from sluice.workers.engine.vllm.worker_extension import WEIGHT_TRANSFER, WorkerExtension
 from sluice.workers.guard.requests import ADDITIONAL
@@ -48,7 +48,11 @@ def engine_arguments(
         "dtype": _dtype(model.dtype, current_platform.is_cpu()),
         "max_num_seqs": max_batch,
         "logprobs_mode": "raw_logprobs",
-        "logits_processors": [_name(SeededSampler), *([_name(WorkerRepeatTerminate)] if guard else [])],
+        "logits_processors": [
+            _name(SeededSampler),
+            _name(Reshaper),
+            *([_name(WorkerRepeatTerminate)] if guard else []),
+        ],
         "worker_extension_cls": _name(WorkerExtension, "."),
         "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER),
         "skip_tokenizer_init": True,

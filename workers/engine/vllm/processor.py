@@ -1,11 +1,12 @@
 """The hf backend's random draws inside vLLM's sampler, as a start-up logits processor.
 
-- vLLM applies the repetition penalty but no temperature (1 for us), top-k or top-p; the processor applies those, draws
-  one token for each of our rows and masks all others, so vLLM's sampler picks it.
+- vLLM applies the repetition penalty but no temperature (1 for us), min-p, top-k or top-p; the processor applies
+  those, draws one token for each of our rows and masks all others, so vLLM's sampler picks it.
 - Because it is argmax-invariant, it runs only for batches with sampled rows, after greedy rows have their token.
 - The position of a draw is `offset` plus the length of vLLM's list of output tokens, so a preempted, moved or resumed
   sequence draws the same numbers; a draw for a partial prefill is discarded and consumes nothing.
 - Raw logprobs were taken from the untouched logits before.
+- `Reshaper` applies constraints and the penalties that count an answer's tokens, before that and to greedy rows too.
 - `apply` never raises for a request that `validate_params` accepted: an error there ends the whole engine.
 
 The processor is also the first of our code to run in the core, and sets it up:
@@ -22,8 +23,11 @@ import select
 import shutil
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 import torch
 import torch._dynamo
@@ -31,11 +35,16 @@ from vllm import SamplingParams as VllmSampling
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from sluice.workers.engine.sampling import DrawTable
+from sluice.pipeline.errors import SluiceError
+from sluice.workers.engine.constraints import Constraint, Grammars, Narrowed
+from sluice.workers.engine.sampling import DrawTable, Penalties
 from sluice.workers.engine.vllm.environment import OWNER
+from sluice.workers.model_files import load_tokenizer
 
 EXTRA = "sluice"
-"""Our key in `SamplingParams.extra_args`."""
+"""Our key in `SamplingParams.extra_args`: how a token is drawn."""
+RESHAPED = "sluice_reshaped"
+"""Another: constraint and penalties."""
 
 
 @dataclass(slots=True)
@@ -45,6 +54,7 @@ class Draw:
     seed: int
     offset: int  # tokens generated before this request
     temperature: float
+    min_p: float  # 0: off
     top_k: int  # 0: off
     top_p: float
     generated: list[int]  # vLLM's own list, which grows
@@ -74,7 +84,9 @@ class SeededSampler(LogitsProcessor):
             draw = Draw.of(sampling_params, [])
         except TypeError as error:
             raise ValueError(f"extra_args[{EXTRA!r}]: {error}") from error
-        if draw is not None and not (draw.temperature > 0 and draw.top_k >= 0 and 0 < draw.top_p <= 1):
+        if draw is None:
+            return
+        if not (draw.temperature > 0 and 0 <= draw.min_p <= 1 and draw.top_k >= 0 and 0 < draw.top_p <= 1):
             raise ValueError(f"extra_args[{EXTRA!r}]: no such sampling: {draw}")
 
     def is_argmax_invariant(self) -> bool:
@@ -86,20 +98,7 @@ class SeededSampler(LogitsProcessor):
         if batch_update is None:
             return
         self._batch = None
-        for index in batch_update.removed:
-            self._rows.pop(index, None)
-        for index, sampling, _, generated in batch_update.added:
-            draw = Draw.of(sampling, generated)
-            if draw is None:
-                self._rows.pop(index, None)
-            else:
-                self._rows[index] = draw
-        for source, target, direction in batch_update.moved:
-            moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
-            if moved is not None:
-                self._rows[target] = moved
-            if direction == MoveDirectionality.SWAP and replaced is not None:
-                self._rows[source] = replaced
+        follow(self._rows, batch_update, lambda sampling, _, generated: Draw.of(sampling, generated))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Takes float32 logits (rows, vocab); leaves one finite entry in each of our rows."""
@@ -113,6 +112,130 @@ class SeededSampler(LogitsProcessor):
         logits[rows] = float("-inf")
         logits[rows, tokens] = 0.0
         return logits
+
+
+class Reshaper(LogitsProcessor):
+    """Constraints, and penalties by count; one per model runner."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self._model, self._device = vllm_config.model_config, device
+        self._rows: dict[int, _Reshaped] = {}
+        self._grammars: Grammars | None = None
+
+    @classmethod
+    def validate_params(cls, sampling_params: VllmSampling) -> None:
+        """Raises ValueError for arguments that it can't apply."""
+        try:
+            Asked.of(sampling_params)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"extra_args[{RESHAPED!r}]: {error}") from error
+
+    def is_argmax_invariant(self) -> bool:
+        """It changes greedy rows too."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Track the rows of the batch: removed, added, moved."""
+        if batch_update is not None:
+            follow(self._rows, batch_update, self._made)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Takes float32 logits (rows, vocab). A row without an allowed token stays: the sequence's owner ends it."""
+        for index, row in self._rows.items():
+            row.apply(logits[index])
+        return logits
+
+    def _made(self, sampling: VllmSampling, prompt: list[int] | None, generated: list[int]) -> _Reshaped | None:
+        asked = Asked.of(sampling)
+        if asked is None:
+            return None
+        if self._grammars is None:
+            path, trusted = self._model.tokenizer, self._model.trust_remote_code
+            self._grammars = Grammars(
+                lambda: load_tokenizer(path, trust_remote_code=trusted), self._model.get_vocab_size()
+            )
+        return _Reshaped(asked, list(prompt or ()), generated, self._grammars, self._device)
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Our arguments of one request."""
+
+    offset: int  # tokens generated before this request: the last ones of its prompt
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    constraint: Constraint | None
+
+    @classmethod
+    def of(cls, sampling: VllmSampling) -> Asked | None:
+        """None for a request that nothing reshapes. Raises msgspec.ValidationError."""
+        asked = (sampling.extra_args or {}).get(RESHAPED)
+        return None if asked is None else msgspec.convert(asked, cls, strict=False)
+
+
+class _Reshaped:
+    """One row; `generated` is vLLM's own list, which grows."""
+
+    def __init__(
+        self, asked: Asked, prompt: list[int], generated: list[int], grammars: Grammars, device: torch.device
+    ) -> None:
+        begin = len(prompt) - asked.offset
+        self._asked, self._prompt, self._device = asked, prompt[:begin], device
+        self._before, self._generated, self._taken = prompt[begin:], generated, 0
+        self._penalties: Penalties | None = None
+        self._narrowed: Narrowed | None = None
+        try:
+            if asked.constraint is not None:
+                self._narrowed = Narrowed(asked.constraint, grammars)
+                for token in self._before:
+                    self._narrowed.take(token)
+        except SluiceError:  # its owner found that before, or ends the sequence at its first token that isn't allowed
+            self._narrowed = None
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """To the logits (vocab,), in place."""
+        self._take_new(len(logits))
+        if self._narrowed is not None:
+            self._narrowed.narrow(logits)
+        if self._penalties is not None:
+            logits.copy_(self._penalties.apply(logits.unsqueeze(0))[0])
+
+    def _take_new(self, vocab: int) -> None:
+        if self._penalties is None:
+            self._penalties = Penalties.of([self._asked], [(self._prompt, self._before)], vocab, self._device)
+        for token in self._generated[self._taken :]:
+            if token < 0:  # a place that an asynchronous step hasn't filled
+                return
+            self._taken += 1
+            if self._penalties is not None:
+                self._penalties.advance(torch.tensor([token], device=self._device))
+            try:
+                if self._narrowed is not None:
+                    self._narrowed.take(token)
+            except SluiceError:  # its owner ends it at this token
+                self._narrowed = None
+
+
+_Row = TypeVar("_Row")
+
+
+def follow(
+    rows: dict[int, _Row], update: BatchUpdate, made: Callable[[VllmSampling, list[int] | None, list[int]], _Row | None]
+) -> None:
+    """Bring the rows up to date: removed, added (`made` of parameters, prompt and generated tokens), moved."""
+    for index in update.removed:
+        rows.pop(index, None)
+    for index, sampling, prompt, generated in update.added:
+        if (row := made(sampling, prompt, generated)) is None:
+            rows.pop(index, None)
+        else:
+            rows[index] = row
+    for source, target, direction in update.moved:
+        moved, replaced = rows.pop(source, None), rows.pop(target, None)
+        if moved is not None:
+            rows[target] = moved
+        if direction == MoveDirectionality.SWAP and replaced is not None:
+            rows[source] = replaced
 
 
 @dataclass(slots=True)

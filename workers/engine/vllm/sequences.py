@@ -23,8 +23,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, TypeVar
 
+import msgspec
+
 from sluice.pipeline.errors import EngineError, RequestError, SluiceError, TornWeights
 from sluice.workers.engine.adapters import OWN, Policies, Policy
+from sluice.workers.engine.constraints import Constraint, Grammars
 from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
 from sluice.workers.engine.limits import check_token_ids
 from sluice.workers.engine.plugins.base import check_plugins
@@ -55,6 +58,7 @@ class Sequences:
         self._llm = engine.llm
         self._why_dead = why_dead
         self._entries = Entries(self._llm.abort, self.or_dead, max_pause_s)
+        self._grammars = Grammars(lambda: engine.tokenizer, engine.facts.vocab_size)
         self._guard: CoreGuard | None = None
         if engine.guard is not None:
             self._guard = CoreGuard(engine.guard, engine.tokenizer, engine.facts.vocab_size, self._call)
@@ -73,6 +77,7 @@ class Sequences:
         check_plugins(request.plugins, backend=facts.name, hooks=facts.hooks, request_type=request_type)
         self.policies.of(request.adapter, request.seq_key)
         async with self._entries.entered(request.seq_key, pausable=True) as entry:
+            await self._grammars.prepare(request.sampling.grammar)
             prompt = await self._prompt(request)
             sequence = self._begun(request, prompt["prompt_token_ids"])
             await self._follow(sequence, entry, prompt)
@@ -119,7 +124,7 @@ class Sequences:
 
     def _begun(self, request: SequenceRequest, prompt: Sequence[int]) -> RunningSequence:
         try:
-            return RunningSequence(request, self._engine.tokenizer, self._engine.facts, prompt)
+            return RunningSequence(request, self._engine.tokenizer, self._engine.facts, prompt, self._grammars)
         except SluiceError:
             raise
         except Exception as error:  # from the tokenizer: fails this request, not the engine
@@ -435,7 +440,7 @@ def vllm_sampling(sequence: RunningSequence, guard: GuardArguments | None = None
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from sluice.workers.engine.vllm.processor import EXTRA
+    from sluice.workers.engine.vllm.processor import EXTRA, RESHAPED
 
     request, done = sequence.request, len(sequence.tokens)
     sampling = request.sampling
@@ -444,15 +449,17 @@ def vllm_sampling(sequence: RunningSequence, guard: GuardArguments | None = None
         "seed": request.seed % 2**64,
         "offset": done,
         "temperature": sampling.temperature,
+        "min_p": sampling.min_p,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
     }
+    reshaped = _reshaped(sequence)
     interval = 1 if sequence.watches_text else _DELTA_TOKENS
     if request.report_every:
         interval = min(interval, request.report_every)
     return SamplingParams(
         temperature=1.0 if sampled else 0.0,
-        repetition_penalty=sampling.repetition_penalty,
+        repetition_penalty=1.0 if reshaped else sampling.repetition_penalty,  # ours is applied after the constraint
         max_tokens=sampling.max_new_tokens - done,
         stop_token_ids=[*sequence.end_token_ids, *([guard.forced] if guard else [])],
         allowed_token_ids=list(request.allowed_token_ids) or None,
@@ -463,9 +470,29 @@ def vllm_sampling(sequence: RunningSequence, guard: GuardArguments | None = None
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         stream_interval=interval,
-        extra_args={**({EXTRA: extra} if sampled else {}), **(guard.plain() if guard else {})} or None,
+        extra_args={
+            **({EXTRA: extra} if sampled else {}),
+            **({RESHAPED: reshaped} if reshaped else {}),
+            **(guard.plain() if guard else {}),
+        }
+        or None,
         skip_clone=True,
     )
+
+
+def _reshaped(sequence: RunningSequence) -> dict[str, Any] | None:
+    """What `Reshaper` applies in the core, as plain values. vLLM counts a resumed sequence's tokens as its prompt's."""
+    sampling = sequence.request.sampling
+    constraint = Constraint.of(sampling, sequence.tokenizer, sequence.eos)
+    if constraint is None and not (sampling.presence_penalty or sampling.frequency_penalty):
+        return None
+    return {
+        "offset": len(sequence.tokens),
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "constraint": None if constraint is None else msgspec.to_builtins(constraint),
+    }
 
 
 def vllm_scoring() -> Any:

@@ -30,6 +30,7 @@ from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, Vll
 from sluice.pipeline.errors import ConfigError, EngineError, ModelError
 from sluice.pipeline.logs import get_logger
 from sluice.workers.engine.adapters import AdapterRoom
+from sluice.workers.engine.constraints import library
 from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.engine.vllm.checkpoint import Checkpoint
 from sluice.workers.engine.vllm.environment import OWNER, engine_environment, prepare_cpu
@@ -297,6 +298,7 @@ def _facts(model: ModelConfig, config: Any, tokenizer: Any, *, supports_vlm: boo
         eos_token_ids=_end_token_ids(config.model_config, tokenizer),
         context_length=text.max_model_len,
         supports_vlm=supports_vlm,
+        grammars=library(),
         repeat_terminate=guarded,
         flags=tuple(flags),
     )

@@ -41,6 +41,7 @@ from sluice.producers.gateway.responses_api import (
     ResponseTool,
     TextPart,
 )
+from sluice.producers.gateway.structured_output import StructuredOutputs
 from sluice.producers.gateway.token_requests import (
     CompletionRequest,
     DetokenizeRequest,
@@ -51,12 +52,14 @@ from sluice.producers.gateway.token_requests import (
 
 
 def known(request: type[ListedSchema]) -> set[str]:
-    return {*request.model_fields, *request.unserved}
+    served = {field.alias or name for name, field in request.model_fields.items()}
+    return {*served, *request.unserved}
 
 
 def names(theirs: Any) -> set[str]:
     """The fields of a TypedDict, a pydantic model or a struct."""
     found: Any = getattr(theirs, "model_fields", None) or getattr(theirs, "__struct_fields__", None)
+    found = found or getattr(theirs, "__dataclass_fields__", None)
     return {name for name in found or get_type_hints(theirs) if not name.startswith("_")}
 
 
@@ -106,7 +109,7 @@ def test_every_field_of_vllms_requests_is_known() -> None:
         DetokenizeRequest as TheirDetokenizeRequest,
     )
     from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
-    from vllm.sampling_params import SamplingParams
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
     for theirs, ours in (
         (ChatCompletionRequest, ChatRequest),
@@ -116,6 +119,7 @@ def test_every_field_of_vllms_requests_is_known() -> None:
         (TheirCompletionRequest, CompletionRequest),
         (TheirGenerateRequest, GenerateRequest),
         (SamplingParams, GenerateSampling),
+        (StructuredOutputsParams, StructuredOutputs),
         (TokenizeChatRequest, TokenizeRequest),
         (TokenizeCompletionRequest, TokenizeRequest),
         (TheirDetokenizeRequest, DetokenizeRequest),
@@ -166,7 +170,7 @@ def test_vllms_own_sampling_params_change_nothing() -> None:
         (CompletionRequest, {"prompt": "a", "messages": []}, "messages"),
         (GenerateRequest, {"token_ids": [1], "features": {}}, "features"),
         (GenerateRequest, {"token_ids": [1], "output_mode": "text"}, "output_mode"),
-        (GenerateRequest, {"token_ids": [1], "sampling_params": {"min_p": 0.1}}, "sampling_params.min_p"),
+        (GenerateRequest, {"token_ids": [1], "sampling_params": {"min_tokens": 2}}, "sampling_params.min_tokens"),
         (GenerateRequest, {"token_ids": [1], "sampling_params": {"logprobs": 2}}, "sampling_params.logprobs"),
         (GenerateRequest, {"token_ids": [1], "sampling_params": {"max_token": 2}}, "sampling_params.max_token"),
         (
@@ -177,6 +181,7 @@ def test_vllms_own_sampling_params_change_nothing() -> None:
         (TokenizeRequest, {"prompt": "a", "tools": []}, "tools"),
         (TokenizeRequest, {}, "prompt"),
         (TokenizeRequest, {"prompt": "a", "chat_template": "b"}, "chat_template"),
+        (TokenizeRequest, {"prompt": "a", "chat_template_kwargs": {"b": 1}}, "chat_template_kwargs"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(request_class: Any, body: dict[str, Any], path: str) -> None:
@@ -233,6 +238,9 @@ def test_every_refusal_has_a_reason() -> None:
         fields.SAMPLING,
         fields.GENERATE,
         fields.TOKENIZE,
+        fields.STRUCTURED,
+        fields.TEXT,
+        fields.REASONING,
     )
     for table in tables:
         for name, rule in table.items():

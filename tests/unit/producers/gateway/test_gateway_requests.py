@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -10,9 +11,11 @@ from pydantic import ValidationError
 from redis.exceptions import ResponseError
 
 from sluice.pipeline.errors import BrokerRefused, DeadlineExceeded, LeaseLost, MessageError, ResultsLost
-from sluice.pipeline.wire.messages import DeadLetter, SamplingParams
+from sluice.pipeline.wire.messages import DeadLetter, Grammar, SamplingParams
 from sluice.producers.gateway.refusals import Refusal, of_letter, refusal_of
 from sluice.producers.gateway.requests import ChatRequest, FinishRequest
+from sluice.producers.gateway.structured_output import NO_TOOLS, ToolChoice, with_calls
+from sluice.producers.gateway.tool_calls import Hermes
 
 RUN = SamplingParams(max_new_tokens=77, temperature=0.5, stop=("x",), truncate_prompt=True)
 
@@ -43,21 +46,14 @@ def test_what_is_sent_counts() -> None:
 @pytest.mark.parametrize(
     ("fields", "path"),
     [
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"min_tokens": 1}, "min_tokens"),
         ({"functions": [{}]}, "functions"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"bad_words": ["x"]}, "bad_words"),
-        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"guided_choice": ["a"]}, "guided_choice"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"store": True}, "store"),
         ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
         ({"stream_options": {"include_usge": True}}, "stream_options.include_usge"),
@@ -102,9 +98,12 @@ def test_a_developer_is_the_system() -> None:
 
 def test_a_refusal_says_what_why_and_what_to_do() -> None:
     with pytest.raises(Refusal) as refused:
-        request(min_p=0.1).check()
+        request(suffix="a", truncation_side="left").check()
+    assert str(refused.value) == "suffix is not a field of this request; remove it"
+    with pytest.raises(Refusal) as refused:
+        request(truncation_side="left").check()
     assert str(refused.value) == (
-        "min_p is not supported: the engines don't sample with it; use top_p or top_k, or remove it"
+        "truncation_side is not supported: a prompt is decoded whole or refused; shorten the prompt"
     )
     with pytest.raises(Refusal, match=r"there is no beam search; remove it \(it may be false\)"):
         request(use_beam_search=True).check()
@@ -172,3 +171,121 @@ def test_a_fault_that_would_come_again_is_not_asked_for_again(error: Exception) 
 @pytest.mark.parametrize("error", [DeadlineExceeded("x"), LeaseLost("x"), ResultsLost("x")])
 def test_one_that_may_pass_is_not_final(error: Exception) -> None:
     assert "x-should-retry" not in refusal_of(error).headers
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "mul"}},
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sampled"),
+    [
+        ({"min_p": 0.2}, {"min_p": 0.2}),
+        ({"presence_penalty": 1, "frequency_penalty": -0.5}, {"presence_penalty": 1.0, "frequency_penalty": -0.5}),
+        ({"logit_bias": {"5": 1, "7": -100}}, {"logit_bias": {5: 1.0, 7: -100.0}}),
+        ({"allowed_token_ids": [3, 4]}, {"allowed_token_ids": (3, 4)}),
+        ({"bad_words": ["no"]}, {"bad_words": ("no",)}),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"grammar": Grammar(kind="json_object")}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            {"grammar": Grammar(kind="json_schema", text=json.dumps(SCHEMA))},
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, {"grammar": Grammar(kind="regex", text="a+")}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"grammar": Grammar(kind="json_schema", text=json.dumps(SCHEMA))}),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"grammar": Grammar(kind="choice", text='["a", "b"]')}),
+        ({"structured_outputs": {"json_object": True, "regex": None}}, {"grammar": Grammar(kind="json_object")}),
+        (
+            {"structured_outputs": {"grammar": 'root ::= "a"'}},
+            {"grammar": Grammar(kind="grammar", text='root ::= "a"')},
+        ),
+    ],
+)
+def test_what_shapes_the_answer_is_sampled_with(fields: dict[str, Any], sampled: dict[str, Any]) -> None:
+    sent = request(**fields)
+    sent.check()
+    assert sent.sampling(RUN) == msgspec.structs.replace(request().sampling(RUN), **sampled)
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"min_p": 1.5}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "else": 1}}, "response_format.else"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": "b"}}, "structured_outputs.whitespace_pattern"),
+        ({"structured_outputs": {"regex": "a" * 65_537}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_what_can_not_shape_an_answer_is_refused_by_name(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        request(**fields).sampling(RUN)
+    assert (refused.value.status, refused.value.path) == (400, path)
+
+
+def choice(**fields: Any) -> ToolChoice:
+    return request(tools=TOOLS, **fields).call().tool_choice
+
+
+def test_a_tool_choice_says_what_is_called() -> None:
+    named = {"type": "function", "function": {"name": "mul"}}
+    assert choice() == choice(tool_choice="auto", parallel_tool_calls=True) == ToolChoice()
+    assert choice(tool_choice="none") == choice(tool_choice="none", parallel_tool_calls=False) == NO_TOOLS
+    assert choice(tool_choice="required") == ToolChoice(must=True)
+    assert choice(tool_choice="required", parallel_tool_calls=False) == ToolChoice(must=True, one=True)
+    assert choice(tool_choice=named) == ToolChoice(must=True, name="mul", one=True)
+    assert request().call().tool_choice == NO_TOOLS
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "some", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS}, "tool_choice"),
+        ({"parallel_tool_calls": False, "tools": TOOLS}, "parallel_tool_calls"),
+    ],
+)
+def test_a_choice_that_can_not_be_made_is_refused_by_name(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        request(**fields).call()
+    assert (refused.value.status, refused.value.path) == (400, path)
+
+
+def test_a_forced_call_is_a_grammar_of_the_parsers_form() -> None:
+    plain = request().sampling(RUN)
+    assert with_calls(plain, RUN, ToolChoice(), TOOLS, Hermes()) is plain
+    forced = with_calls(plain, RUN, ToolChoice(must=True, name="mul", one=True), TOOLS, Hermes()).grammar
+    assert forced is not None
+    tag = json.loads(forced.text)["format"]
+    assert [one["begin"] for one in tag["tags"]] == ['<tool_call>\n{"name": "mul", "arguments": ']
+    assert (forced.kind, tag["stop_after_first"]) == ("structural_tag", True)
+    with pytest.raises(Refusal, match="tool_parser"):
+        with_calls(plain, RUN, ToolChoice(must=True), TOOLS, len)
+    with pytest.raises(Refusal, match="can't be both"):
+        with_calls(
+            request(structured_outputs={"regex": "a"}).sampling(RUN), RUN, ToolChoice(must=True), TOOLS, Hermes()
+        )
+
+
+def test_variables_of_the_template_are_one_set() -> None:
+    sent = request(chat_template_kwargs={"enable_thinking": True}, reasoning_effort="low")
+    assert sent.call().template_kwargs == {"enable_thinking": True, "reasoning_effort": "low"}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Turn
-from sluice.pipeline.wire.messages import FinishReason, ImageRef
+from sluice.pipeline.wire.messages import FinishReason, ImageRef, Reshaped, SamplingParams
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from sluice.producers.gateway.completion import repeat_terminate_triggered
 from sluice.producers.gateway.trajectory import Verdict, trajectories
@@ -135,3 +135,18 @@ def test_a_sequence_names_the_images_of_its_last_turn() -> None:
     turns = [turn(0, -1, 1, 1, images=seen[:1]), turn(1, 0, 1, 1, images=seen)]
     [result] = trajectories(rollout(turns), Verdict())
     assert result.images == seen
+
+
+def test_what_a_turn_drew_from_another_distribution_is_marked_where_its_tokens_are() -> None:
+    biased, forced = SamplingParams(logit_bias={3: 1.0}), SamplingParams(presence_penalty=1.0)
+    turns = [
+        turn(0, -1, added=4, sampled=2, reshaped=[Reshaped(start=0, end=2, sampling=biased)]),
+        turn(1, 0, added=3, sampled=1),
+        turn(2, 1, added=1, sampled=3, reshaped=[Reshaped(start=1, end=3, sampling=forced)]),
+    ]
+    [result] = trajectories(rollout(turns), Verdict())
+    ids = list(result.token_ids)
+    assert [(ids[one.start : one.end], one.sampling) for one in result.reshaped] == [
+        ([500, 501], biased),
+        ([2501, 2502], forced),
+    ]

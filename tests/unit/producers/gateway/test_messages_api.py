@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from sluice.pipeline.wire.messages import Grammar, SamplingParams
 from sluice.producers.gateway.messages_api import CountRequest, MessagesRequest, blocks_of, problem
 from sluice.producers.gateway.refusals import Refusal
+from sluice.producers.gateway.structured_output import ToolChoice
 
 USER = {"role": "user", "content": "a"}
 TEXT = {"type": "text", "text": "b"}
@@ -85,7 +87,13 @@ THOUGHT = {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"
     [
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "tool", "name": "gone"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
+        ({"output_config": {"else": 1}}, "output_config.else"),
+        ({"output_format": {"type": "json_schema", "schema": 3}}, "output_format.json_schema"),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice.disable_parallel_tool_use"),
         ({"tool_choice": {"type": "auto", "else": 1}}, "tool_choice.else"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type"),
@@ -131,3 +139,17 @@ def test_errors_are_told_in_their_kinds() -> None:
         503: "overloaded_error",
         504: "timeout_error",
     }
+
+
+def test_formats_choices_and_efforts_are_those_of_a_chat() -> None:
+    schema = {"type": "object"}
+    asked = request(
+        output_config={"format": {"type": "json_schema", "schema": schema}, "effort": "low"},
+        tools=[TOOL],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+    )
+    assert asked.sampling(SamplingParams()).grammar == Grammar(kind="json_schema", text='{"type": "object"}')
+    assert asked.call().tool_choice == ToolChoice(must=True, one=True)
+    assert asked.call().template_kwargs == {"reasoning_effort": "low"}
+    named = request(tools=[TOOL], tool_choice={"type": "tool", "name": "add"}).call().tool_choice
+    assert named == ToolChoice(must=True, name="add", one=True)

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from sluice.pipeline.wire.messages import Grammar, SamplingParams
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.responses_api import ResponsesRequest, items_of
+from sluice.producers.gateway.structured_output import ToolChoice
 
 TEXT = {"type": "input_text", "text": "a"}
 USER = {"role": "user", "content": "a"}
@@ -85,10 +87,10 @@ def test_pictures_are_parts() -> None:
     [
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"truncation": "auto"}, "truncation"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"parallel_tool_calls": False, "tools": [TOOL]}, "parallel_tool_calls"),
         ({"max_tool_calls": 1}, "max_tool_calls"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"include": ["file_search_call.results"]}, "include.0"),
@@ -119,3 +121,21 @@ def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], path: str
     with pytest.raises(Refusal) as refused:
         ask()
     assert (refused.value.status, refused.value.path) == (400, path)
+
+
+def test_formats_choices_and_efforts_are_those_of_a_chat() -> None:
+    schema = {"type": "object"}
+    asked = request(
+        text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}},
+        reasoning={"effort": "low"},
+        tools=[TOOL],
+        tool_choice={"type": "function", "name": "add"},
+        presence_penalty=1.0,
+        logit_bias={"3": 2},
+    )
+    asked.check()
+    sampling = asked.sampling(SamplingParams())
+    assert sampling.grammar == Grammar(kind="json_schema", text='{"type": "object"}')
+    assert (sampling.presence_penalty, sampling.logit_bias) == (1.0, {3: 2.0})
+    assert asked.call().tool_choice == ToolChoice(must=True, name="add", one=True)
+    assert asked.call().template_kwargs == {"reasoning_effort": "low"}

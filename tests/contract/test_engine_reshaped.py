@@ -1,0 +1,150 @@
+"""Penalties, constraints and min-p over both backends: each changes the tokens as it says, and no logprob."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.wire.messages import Grammar
+from sluice.workers.engine.contracts import Backend
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.engine.vllm import VllmBackend
+from tests.contract.engine_fixtures import ragged_prompts, reference_logprobs, request, run
+from tests.contract.test_vllm_parity import _cut, assert_equal
+from tests.tiny_models import build_tokenizer
+
+PROMPT = list(b"the abc of it")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["add", "multiply"]}, "a": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "a"],
+    "additionalProperties": False,
+}
+RESHAPED: dict[str, dict[str, Any]] = {
+    "presence": {"presence_penalty": 2.0},
+    "frequency": {"frequency_penalty": 1.5},
+    "all penalties": {"presence_penalty": -1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    "bias": {"logit_bias": {65: 40.0, 66: -100.0, 67: 39.0}},
+    "allowed": {"allowed_token_ids": tuple(range(40, 60))},
+    "schema": {"grammar": Grammar(kind="json_schema", text=json.dumps(SCHEMA))},
+    "schema and penalties": {
+        "grammar": Grammar(kind="json_schema", text=json.dumps(SCHEMA)),
+        "frequency_penalty": 1.0,
+        "repetition_penalty": 1.1,
+    },
+    "regex": {"grammar": Grammar(kind="regex", text="[ab]{3,9}c")},
+}
+MIN_P = {"temperature": 3.0, "min_p": 0.4}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("sampling", RESHAPED.values(), ids=RESHAPED)
+def test_the_engines_agree_and_logprobs_stay_raw(
+    hf: HfBackend, vllm: VllmBackend, plain: Any, sampling: dict[str, Any], temperature: float
+) -> None:
+    asked = [
+        request(prompt, i, **sampling, temperature=temperature, max_new_tokens=40)
+        for i, prompt in enumerate(ragged_prompts(5, seed=4))
+    ]
+    free = run(
+        hf, *(request(one.prompt_token_ids, one.seed, temperature=temperature, max_new_tokens=40) for one in asked)
+    )
+    found = run(hf, *asked)
+    assert_equal(run(vllm, *asked), found)
+    assert [one.token_ids for one in found] != [one.token_ids for one in free]
+    for one in found:
+        expected = reference_logprobs(plain, one.prompt_token_ids, one.token_ids)
+        torch.testing.assert_close(torch.tensor(one.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("sampling", RESHAPED.values(), ids=RESHAPED)
+def test_an_interrupted_sequence_goes_on_as_it_would_have(
+    hf: HfBackend, vllm: VllmBackend, sampling: dict[str, Any]
+) -> None:
+    asked = request([5, 6, 7], 3, **sampling, temperature=1.0, max_new_tokens=40)
+    whole = run(hf, asked)
+    assert_equal(run(vllm, _cut(asked, whole[0])), whole)
+    assert_equal(run(hf, _cut(asked, run(vllm, asked)[0])), whole)
+
+
+def test_reshaped_rows_change_no_neighbour(hf: HfBackend, vllm: VllmBackend) -> None:
+    """Rows of all kinds come and go: they are removed, refilled and moved."""
+    kinds = [{}, *RESHAPED.values(), MIN_P]
+    asked = [
+        request(prompt, i, **{"temperature": 0.5 * (i % 3), "max_new_tokens": 5 + 11 * i % 50, **kinds[i % len(kinds)]})
+        for i, prompt in enumerate(ragged_prompts(24, longest=60, seed=3))
+    ]
+    assert_equal(run(vllm, *asked), [run(hf, one)[0] for one in asked])
+
+
+def test_min_p_leaves_likely_tokens(backend: Backend, plain: Any) -> None:
+    asked = [request(PROMPT, seed, **MIN_P) for seed in range(8)]
+    found = run(backend, *asked)
+    assert {tuple(one.token_ids) for one in found} != {
+        tuple(one.token_ids) for one in run(backend, *(request(PROMPT, seed, temperature=3.0) for seed in range(8)))
+    }
+    for one in found:
+        ids = torch.tensor([[*PROMPT, *one.token_ids]])
+        with torch.inference_mode():
+            logits = plain(ids).logits[0, len(PROMPT) - 1 : -1].float() / 3.0
+        probs = torch.softmax(logits, -1)
+        chosen = probs.gather(1, ids[0, len(PROMPT) :, None]).squeeze(1)
+        assert bool((chosen >= 0.4 * probs.amax(-1) - 1e-6).all())
+
+
+def test_a_schema_is_followed_to_its_end(backend: Backend) -> None:
+    for one in run(
+        backend,
+        *(request(PROMPT, seed, **RESHAPED["schema"], temperature=1.0, max_new_tokens=200) for seed in range(4)),
+    ):
+        if one.finish_reason == "stop":
+            value = json.loads(one.text)
+            assert value["name"] in ("add", "multiply")
+            assert 0 <= value["a"] <= 99
+
+
+@pytest.mark.parametrize(
+    ("grammar", "matches"),
+    [
+        (Grammar(kind="regex", text="[0-9]{2}-x"), "[0-9]{2}-x"),
+        (Grammar(kind="choice", text='["yes", "no", "a \\"b\\""]'), 'yes|no|a "b"'),
+        (Grammar(kind="grammar", text='root ::= "ab" [c-e]+ "!"'), "ab[c-e]*!?"),
+        (Grammar(kind="json_object"), r"\{.*"),
+    ],
+)
+def test_each_kind_of_grammar(backend: Backend, grammar: Grammar, matches: str) -> None:
+    [one] = run(backend, request(PROMPT, 1, grammar=grammar, temperature=1.0, max_new_tokens=60))
+    assert re.fullmatch(matches, one.text, re.DOTALL)
+
+
+def test_bad_words_are_never_completed(backend: Backend) -> None:
+    tokenizer = build_tokenizer()
+    [free] = run(backend, request(PROMPT, max_new_tokens=60))
+    pairs = [free.token_ids[at : at + 2] for at in range(59)]
+    ids = next(ids for ids in pairs if tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) == ids)
+    word = tokenizer.decode(ids)
+    [one] = run(backend, request(PROMPT, max_new_tokens=60, bad_words=(word,)))
+    assert one.token_ids != free.token_ids
+    assert all(one.token_ids[at : at + len(ids)] != ids for at in range(len(one.token_ids)))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "says"),
+    [
+        ({"grammar": Grammar(kind="json_schema", text='{"type": "strin"}')}, "json_schema"),
+        ({"grammar": Grammar(kind="regex", text="(")}, "regex"),
+        ({"grammar": Grammar(kind="choice", text="yes")}, "choice"),
+        ({"allowed_token_ids": (100_000,)}, "allowed_token_ids"),
+        ({"logit_bias": {100_000: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": (32,), "bad_words": ("A",)}, "no token is allowed here"),
+    ],
+)
+def test_what_can_not_be_sampled_is_refused(backend: Backend, sampling: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        run(backend, request(PROMPT, **sampling))
+    assert run(backend, request(PROMPT))[0].finish_reason == "length"

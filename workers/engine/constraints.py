@@ -1,0 +1,205 @@
+"""What narrows or biases the next token of one sequence: a grammar, lists of ids, bad words; the same on both engines.
+
+    SamplingParams ─ Constraint.of ─▶ Constraint ─ Grammars ─▶ Narrowed: narrow(logits), take(token), narrow(logits), …
+
+- Masks and biases come before penalties and temperature, as in vLLM. Logprobs stay those of the untouched logits.
+- Grammars are xgrammar's, vLLM's own default, on both engines: its masks are applied by us, since vLLM takes its
+  logprobs after its own grammar masks. They depend on the grammar, the tokenizer and the tokens so far alone.
+- An end-of-sequence id is allowed where the text is complete. A sequence that ends at its length may not be.
+- A bad word is excluded as it is tokenised, alone and after a space, as in vLLM: other tokens may spell it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.metadata
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.wire.messages import Grammar, SamplingParams
+
+LIBRARY = "xgrammar"
+COMPILE_S = 5.0  # a grammar that takes longer is refused
+_MOST_KEPT = 64  # compiled grammars
+NO_TOKEN = "no token is allowed here: the grammar, allowed_token_ids and bad_words exclude all; correct or remove them"
+
+
+class Constraint(msgspec.Struct, frozen=True, kw_only=True):
+    """As plain values, so that it travels to an engine's core."""
+
+    allowed: tuple[int, ...] = ()  # empty: all
+    bad: tuple[tuple[int, ...], ...] = ()  # token ids of the bad words
+    bias: dict[int, float] = {}
+    grammar: Grammar | None = None
+    ends: tuple[int, ...] = ()  # ids that may end a text that matches the grammar
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, tokenizer: Any, ends: Sequence[int]) -> Constraint | None:
+        """None if all tokens are free. Raises RequestError for a grammar without an end-of-sequence id."""
+        if not (sampling.allowed_token_ids or sampling.bad_words or sampling.logit_bias or sampling.grammar):
+            return None
+        if sampling.grammar is not None and not ends:
+            raise RequestError("a grammar needs an end-of-sequence id; the model has none, or it is ignored")
+        return cls(
+            allowed=sampling.allowed_token_ids,
+            bad=bad_word_ids(tokenizer, sampling.bad_words),
+            bias=sampling.logit_bias,
+            grammar=sampling.grammar,
+            ends=tuple(ends) if sampling.grammar is not None else (),
+        )
+
+
+def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word, and those after a space if they are as many and begin otherwise."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        alone, spaced = (
+            tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+        )
+        if not alone:
+            raise RequestError(f"bad_words: {word!r} has no tokens; remove it")
+        found.append(alone)
+        if len(spaced) == len(alone) and spaced[0] != alone[0]:
+            found.append(spaced)
+    return tuple(found)
+
+
+class Grammars:
+    """Compiled grammars of one tokenizer; safe in threads."""
+
+    def __init__(self, tokenizer: Callable[[], Any], vocab_size: int) -> None:
+        """`tokenizer` is called for the first grammar."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = threading.Lock()
+        self._compiler: Any = None
+        self._kept: OrderedDict[Grammar, Any] = OrderedDict()
+
+    async def prepare(self, grammar: Grammar | None) -> None:
+        """Compile it beside the event loop, for at most COMPILE_S. Raises RequestError."""
+        if grammar is None or grammar in self._kept:
+            return
+        try:
+            async with asyncio.timeout(COMPILE_S):
+                await asyncio.to_thread(self.compiled, grammar)
+        except TimeoutError:
+            raise RequestError(f"the grammar took more than {COMPILE_S:g} s to compile; simplify it") from None
+
+    def compiled(self, grammar: Grammar) -> Any:
+        """An `xgrammar.CompiledGrammar`. Raises RequestError for one that xgrammar can't compile."""
+        with self._lock:
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+                return self._kept[grammar]
+            if self._compiler is None:
+                xgrammar = _library()
+                info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer(), vocab_size=self._vocab_size)
+                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        try:  # without the lock: a slow one delays no other
+            found = _compile(self._compiler, grammar)
+        except (RuntimeError, ValueError, TypeError) as error:
+            cause = " ".join(str(error).split())
+            raise RequestError(f"the grammar ({grammar.kind}) can't be compiled: {cause:.300}") from error
+        with self._lock:
+            self._kept[grammar] = found
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+            return found
+
+
+def library() -> str:
+    """Name and version of what derives the masks; empty if it isn't installed."""
+    try:
+        return f"{LIBRARY} {importlib.metadata.version(LIBRARY)}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module(LIBRARY)
+    except ImportError as error:
+        raise RequestError(
+            f"structured output needs the package {LIBRARY}, which this worker doesn't have; install sluice[grammar], "
+            "or remove the grammar"
+        ) from error
+
+
+def _compile(compiler: Any, grammar: Grammar) -> Any:
+    match grammar.kind:
+        case "json_schema":
+            return compiler.compile_json_schema(grammar.text)
+        case "json_object":
+            return compiler.compile_json_schema('{"type": "object"}')
+        case "regex":
+            return compiler.compile_regex(grammar.text)
+        case "grammar":
+            return compiler.compile_grammar(grammar.text)
+        case "structural_tag":
+            return compiler.compile_structural_tag(grammar.text)
+        case "choice":
+            choices = msgspec.json.decode(grammar.text, type=list[str])
+            return compiler.compile_grammar("root ::= " + " | ".join(json.dumps(one) for one in choices))
+
+
+class Narrowed:
+    """The state of one sequence under its constraint."""
+
+    def __init__(self, constraint: Constraint, grammars: Grammars) -> None:
+        """Raises RequestError for a grammar that can't be compiled."""
+        self._allowed, self._bad, self._bias = frozenset(constraint.allowed), constraint.bad, constraint.bias
+        self._longest = max(map(len, constraint.bad), default=1)
+        self._tail: list[int] = []  # the newest tokens, as many as a bad word has before its last
+        self._outside: torch.Tensor | None = None  # bool (vocab,)
+        self._matcher: Any = None
+        if constraint.grammar is not None:
+            xgrammar = _library()
+            compiled = grammars.compiled(constraint.grammar)
+            self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(constraint.ends))
+            self._bits = xgrammar.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
+
+    def narrow(self, logits: torch.Tensor) -> bool:
+        """Apply it to the logits (vocab,), in place; False, and they are unchanged, if no token would be left."""
+        narrowed = logits.clone()
+        if self._allowed:
+            if self._outside is None:
+                self._outside = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+                self._outside[list(self._allowed)] = False
+            narrowed.masked_fill_(self._outside, float("-inf"))
+        for word in self._bad:
+            if self._completes(word, word[-1]):
+                narrowed[word[-1]] = float("-inf")
+        if self._matcher is not None:
+            narrowed.masked_fill_(self._outside_grammar(narrowed), float("-inf"))
+        if self._bias:
+            narrowed[list(self._bias)] += torch.tensor(list(self._bias.values()), device=logits.device)
+        if not bool((narrowed > float("-inf")).any()):
+            return bool(logits.isnan().any())  # the model's fault, which is reported elsewhere
+        logits.copy_(narrowed)
+        return True
+
+    def take(self, token: int) -> None:
+        """The next token of the sequence. Raises RequestError for one that isn't allowed here."""
+        allowed = not self._allowed or token in self._allowed
+        allowed = allowed and not any(self._completes(word, token) for word in self._bad)
+        if not allowed or (self._matcher is not None and not self._matcher.accept_token(token)):
+            raise RequestError(NO_TOKEN)
+        self._tail = [*self._tail, token][-self._longest :]
+
+    def _completes(self, word: tuple[int, ...], token: int) -> bool:
+        before = word[:-1]
+        return token == word[-1] and (not before or tuple(self._tail[-len(before) :]) == before)
+
+    def _outside_grammar(self, logits: torch.Tensor) -> torch.Tensor:
+        """bool (vocab,)."""
+        self._matcher.fill_next_token_bitmask(self._bits)
+        places = torch.arange(32, dtype=torch.int32)
+        bits = ((self._bits[0].unsqueeze(1) >> places) & 1).flatten()[: len(logits)] == 0
+        return bits.to(logits.device)
