@@ -51,6 +51,8 @@ def unknown_keys(kind: type, tree: Any, prefix: str = "") -> Iterator[tuple[str,
         if items_are is not None:
             items = cast("list[Any]", value) if isinstance(value, list | tuple) else []
             places = [(f"{prefix}{key}[{at}].", item) for at, item in enumerate(items)]
+        elif value is None and type(None) in get_args(fields[key]):
+            continue
         elif isinstance(value, dict):
             places = [(f"{prefix}{key}.", cast("dict[Any, Any]", value))]
         else:

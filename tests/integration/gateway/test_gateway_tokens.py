@@ -171,7 +171,7 @@ async def test_tokens_are_repeated_by_key_and_refused_by_name(config: Config, ba
         one, two = [(await gateway.post("/v1/completions", both, **key))[1]["choices"] for _ in range(2)]
         assert one == two
         for path, body, expected in (
-            (GENERATE, {"token_ids": [5], "sampling_params": {"bad_words": ["a"]}}, (400, "sampling_params.bad_words")),
+            (GENERATE, {"token_ids": [5], "sampling_params": {"min_tokens": 2}}, (400, "sampling_params.min_tokens")),
             (GENERATE, {"token_ids": [5], "model": "gpt-9"}, (404, "model")),
             (GENERATE, {"token_ids": []}, (422, "token_ids")),
             (GENERATE, {"token_ids": [5], "sampling_params": {"top_p": 2}}, (422, "sampling_params.top_p")),

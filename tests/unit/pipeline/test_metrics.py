@@ -31,6 +31,7 @@ PLAIN = [
     "matched_iou_mean",
     "num_turns",
     "tool_tokens",
+    "reshaped_tokens",
     "gen_new_tokens_total",
     "gen_new_tokens_mean",
     "gen_new_tokens_p90",
