@@ -35,6 +35,7 @@ from sluice.bench.http import free_ports, get_s, open_session, until_healthy
 from sluice.bench.models import demo_model
 from sluice.bench.pipeline import QueuedEngines, Sample
 from sluice.bench.processes import Fleet
+from sluice.bench.traces import measure_spans
 from sluice.consumers.groups import Group
 from sluice.consumers.history.files import history_directory
 from sluice.consumers.history.reader import HistoryReader
@@ -58,7 +59,7 @@ from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 _RUN = "operate"
 _GROUP = 4  # sequences of a job
 _INDEXED_S = 600.0
-_AIMS = {"dashboard_p95_ms_max": 150.0, "help_s": 0.3, "metrics_overhead": 0.01}
+_AIMS = {"dashboard_p95_ms_max": 150.0, "help_s": 0.3, "metrics_overhead": 0.01, "trace_overhead": 0.01}
 _WARM_PAGES, _WARM_SEQUENCES = 2, 64
 _HELP_S = 60
 _SCRAPE_EVERY_S = 1.0
@@ -80,15 +81,26 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
     rounds: int = 12  # with and without metrics
     per_round: int = msgspec.field(default=384, name="sequences")
     workers: int = 2
+    spans: int = 4096  # sequences whose spans are sent
 
-    QUICK = {"sequences": 400, "queued": 20, "requests": 2, "helps": 1, "rounds": 1, "per_round": 16, "workers": 1}
+    QUICK = {
+        "spans": 128,
+        "sequences": 400,
+        "queued": 20,
+        "requests": 2,
+        "helps": 1,
+        "rounds": 1,
+        "per_round": 16,
+        "workers": 1,
+    }
 
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """`dashboard_p95_ms`: milliseconds by page, with `finished` sequences in the history (`dashboard_p95_ms_max`: of
     the slowest page; `curves`, `search`, `group`, `compare`: four of them). `indexed_s`: seconds until the dashboard
     has indexed that history. `help_s`: seconds of `sluice --help`, median. `metrics_overhead`: 1 - tokens per second
-    with metrics scraped every second over tokens per second without, median of the rounds.
+    with metrics scraped every second over tokens per second without, median of the rounds. `trace_overhead`: CPU time
+    of a span (`span_cpu_us`) times `spans_per_sequence`, over that of the workers for a sequence (`sequence_cpu_us`).
     """
     found: dict[str, Any] = {"help_s": median([_help_s() for _ in range(plan.helps + 1)][1:])}
     say(f"help: {found['help_s']:.3f} s")
@@ -96,6 +108,11 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
         found |= await _pages(plan, home, one)
         async with own_broker(home / "two") as two:
             found |= await _overhead(plan, home, {"with-metrics": one, "without": two})
+    async with Fleet("collector", home) as fleet:
+        found |= await measure_spans(fleet, plan.spans)
+    per_sequence_us = found["span_cpu_us"] * found["spans_per_sequence"]
+    found["trace_overhead"] = per_sequence_us / found["sequence_cpu_us"]
+    say(f"traces: {per_sequence_us:.0f} us of {found['sequence_cpu_us']:.0f} us per sequence")
     return {**found, "aims": aims(found)}
 
 
@@ -253,6 +270,7 @@ async def _overhead(plan: Plan, home: Path, brokers: dict[str, Broker]) -> dict[
         "metrics_overhead": median(wall),
         "metrics_overhead_range": spread(wall),
         "metrics_overhead_cpu": median(cpu),
+        "sequence_cpu_us": 1e6 * median_of(rounds, "without", lambda one: one.cpu_s) / plan.per_round,
         "metrics_overhead_cpu_range": spread(cpu),
         **{f"tok_s_{side.replace('-', '_')}": median_of(rounds, side, lambda one: one.tok_s) for side in both},
     }

@@ -1,14 +1,18 @@
-"""`sluice consume`, `train`, `evaluate`, `audit`, `task`, `export` and `dashboard`."""
+"""`sluice consume`, `train`, `evaluate`, `audit`, `trace`, `replay`, `task`, `export` and `dashboard`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from sluice.pipeline.cli.options import ConfigPath, Json, Overrides, RewardOption, rewarded
 from sluice.pipeline.terminal import say
+
+if TYPE_CHECKING:
+    from sluice.pipeline.config import Config
 
 
 def consume(
@@ -116,6 +120,98 @@ def audit(
     else:
         print_report(found, may_be_half=settings.model.dtype != "float32")
     return 1 if found.wrong or found.advantages.wrong else 0
+
+
+def trace(
+    sequence: Annotated[str, Parameter(help="The id of a finished sequence, or a part that only one id has.")],
+    /,
+    *,
+    run: Annotated[
+        str | None, Parameter(help="The run's directory, or its name under run_dir; by default as the id or -c says.")
+    ] = None,
+    config: ConfigPath = None,
+    overrides: Overrides = (),
+    as_json: Json = False,
+) -> None:
+    """Draw where the time of one sequence went: queue, attempts, prefill, decode, commit, reward, hand-off, step.
+
+    It reads the run's history (history.enabled), and needs neither broker nor collector. An attempt that a killed
+    worker began is shown too.
+
+    Example: `sluice trace 5b1e:0 --run .sluice/runs/text`
+    """
+    from sluice.consumers.history.waterfall import print_trace, read_trace
+    from sluice.pipeline.terminal import print_json
+
+    directory, settings = _run_of(sequence, run, config, overrides)
+    found = read_trace(directory, sequence, Path(settings.model.path).name)
+    if as_json:
+        print_json(found)
+    else:
+        print_trace(found)
+
+
+def replay(
+    sequence: Annotated[str, Parameter(help="The id of a finished sequence, or a part that only one id has.")],
+    /,
+    *,
+    version: Annotated[
+        int | None, Parameter(help="Decode it under this version instead of those that sampled it.")
+    ] = None,
+    run: Annotated[
+        str | None, Parameter(help="The run's directory, or its name under run_dir; by default as the id or -c says.")
+    ] = None,
+    config: ConfigPath = None,
+    overrides: Overrides = (),
+    tolerance: Annotated[
+        float, Parameter(help="Allowed logprob difference in nats; the default is for fp32 engines.")
+    ] = 1e-4,
+    tokens: Annotated[int, Parameter(help="How many of its tokens to show.")] = 64,
+    as_json: Json = False,
+) -> int:
+    """Decode a finished sequence again from stored weights, and show it beside what was stored, token by token.
+
+    From its prompt and seed, with the weights switching at the recorded positions; and by plain passes over the stored
+    tokens, whose logprobs are compared. With its trace, masks, reward and the gradient step it went into. Needs the
+    history and the versions (weights.retention); no broker.
+
+    Exit code 1 when the tokens, or a logprob by more than the tolerance, are others; with `--version` that is no error.
+
+    Example: `sluice replay 5b1e:0 --run .sluice/runs/text`
+    Example: `sluice replay 5b1e:0 --run .sluice/runs/text --version 12`
+    """
+    import logging
+
+    from sluice.pipeline import logs
+    from sluice.pipeline.errors import ConfigError
+
+    if not 0 < tolerance < float("inf") or tokens < 0 or (version is not None and version < 0):
+        raise ConfigError("--tolerance must be above 0, --tokens and --version at least 0")
+    directory, settings = _run_of(sequence, run, config, overrides)
+    logs.configure("replay", logging.WARNING)
+
+    from sluice.consumers.audit.replay import print_replay, replay_sequence
+    from sluice.pipeline.terminal import print_json
+
+    found = replay_sequence(directory, settings, sequence, version)
+    if as_json:
+        print_json(found)
+    else:
+        print_replay(found, tokens)
+    differs = found.is_same is False or (found.max_difference or 0.0) > tolerance
+    return 1 if differs and version is None else 0
+
+
+def _run_of(sequence: str, run: str | None, config: Path | None, overrides: Sequence[str]) -> tuple[Path, Config]:
+    """The directory of the run that has the sequence, and the configuration it used. Raises DataError."""
+    from sluice.consumers.run_files import find_run, stored_config
+    from sluice.pipeline.config import load_config
+    from sluice.pipeline.wire.keys import run_of
+
+    given = load_config(config, overrides)
+    named = run_of(sequence) if sequence.startswith("{") and config is None else given.run
+    directory = find_run(run or named, given)
+    return directory, stored_config(directory, given, overrides)
 
 
 task = App(name="task", help="Your own reward, task and data: try them without starting a run.")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from sluice.pipeline.queue import StepRow
+from sluice.pipeline.wire.codec import integer_or
 from sluice.pipeline.wire.messages import DeadLetter, SequenceResult
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ class Group:
     size: int
     members: dict[Place, SequenceResult | DeadLetter] = field(default_factory=dict)
     entry_ids: list[str] = field(default_factory=list)
+    entry_of: dict[Place, str] = field(default_factory=dict)  # of `entry_ids`, by member
     parts: dict[int, int] = field(default_factory=dict)  # index → number of parts
     unrecorded: list[DeadLetter] = field(default_factory=list)  # members that died here, not in the queue
 
@@ -35,6 +37,11 @@ class Group:
     def complete(self) -> bool:
         """All members are here, alive or dead."""
         return len(self.parts) >= self.size and len(self.members) >= sum(self.parts.values())
+
+    def committed_at(self, result: SequenceResult) -> float:
+        """Unix time of the broker when this member was committed: its entry's id says it. 0: unknown."""
+        entry_id = self.entry_of.get((result.index, result.part), "")
+        return integer_or(entry_id.partition("-")[0], 0) / 1000
 
     @property
     def living(self) -> list[SequenceResult]:
@@ -80,6 +87,7 @@ class Assembler:
         group.members[place] = member
         group.parts[place[0]] = parts
         group.entry_ids.append(entry_id)
+        group.entry_of[place] = entry_id
         return self._open.pop(group.group_id) if group.complete else None
 
     def _group(self, group_id: str, size: int) -> Group:

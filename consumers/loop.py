@@ -21,9 +21,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from sluice.consumers.groups import Assembler, Group, Steps
 from sluice.consumers.history.recorder import FinishedJob, Recorder
@@ -39,12 +41,15 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, DataError, MessageError, ResultsLost
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import step_row_of
+from sluice.pipeline.queue.live_jobs import parse_log
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.telemetry import training_metrics
+from sluice.pipeline.telemetry.spans import Span, Waterfall, batch_ref, root_of
 from sluice.pipeline.wire.codec import integer
 from sluice.pipeline.wire.keys import ARQ_RESULT, run_of
 from sluice.pipeline.wire.messages import MAX_GROUP, DeadLetter, SequenceResult, TrainingBatch, TrainingSample, decode
+from sluice.pipeline.wire.trace import Carrier, SpanRef
 from sluice.pipeline.wire.waits import WaitKind
 
 _READ = 128
@@ -67,6 +72,8 @@ class _Made(NamedTuple):
     samples: list[TrainingSample]
     letters: list[DeadLetter]
     finished: list[FinishedJob]  # for the history
+    at: float  # Unix time when it was made
+    spans: Waterfall | None  # None: it isn't traced
 
 
 class Consumer:
@@ -91,6 +98,7 @@ class Consumer:
         self._samples: list[TrainingSample] = []
         self._entry_ids: list[str] = []
         self._letters: list[DeadLetter] = []
+        self._traced: list[_Made] = []  # of the next batch
         self._batch_size = role.config.producer.samples_per_version // role.config.consumer.count
         self._steps = Steps[_Made]() if role.config.deterministic else None
         self._scoring: dict[asyncio.Task[_Scored], int] = {}  # to the number of sequences
@@ -127,7 +135,7 @@ class Consumer:
         self._history.forget()
         self._groups, self._sizes = Assembler(), {}
         self._steps = None if self._steps is None else Steps()
-        self._samples, self._entry_ids, self._letters = [], [], []
+        self._samples, self._entry_ids, self._letters, self._traced = [], [], [], []
 
     async def _take(self, entries: Sequence[Entry]) -> None:
         if entries:
@@ -150,7 +158,7 @@ class Consumer:
         found = await asyncio.gather(*(rewards.of(result) for result in asked))
         for one in found:
             if isinstance(one, Reward):
-                self._role.telemetry.observe(sluice_reward_seconds=one.seconds)
+                self._role.telemetry.observe(group.living[0].trace, sluice_reward_seconds=one.seconds)
             else:
                 self._failures += 1
         return _Scored(group, {result.seq_id: one for result, one in zip(asked, found, strict=True)})
@@ -178,7 +186,7 @@ class Consumer:
             if self._steps is not None:
                 await self._finish_in_step(self._steps, made)
                 continue
-            await self._finish_group(made.group, made.samples, made.letters)
+            await self._finish_group(made)
             if len(self._samples) >= self._batch_size:
                 await self._hand_off_batch()
 
@@ -188,7 +196,7 @@ class Consumer:
         if place is None or steps.holds(place):
             detail = "it has no place in a step: a deterministic run trains what its producer enqueued"
             others = [letter(sample.seq_id, "no_step", detail) for sample in made.samples]
-            await self._drop(made.group.entry_ids, made.letters + others)
+            await self._drop(made, made.letters + others)
         elif (whole := steps.add(place, made)) is not None:
             await self._hand_off_step(place.step, whole)
 
@@ -198,6 +206,7 @@ class Consumer:
             self._samples += made.samples
             self._entry_ids += made.group.entry_ids
             self._letters += made.letters
+            self._traced.append(made)
         if not self._samples:
             why = next((f": {one.seq_id} {one.reason}, {one.detail}" for one in self._letters), "")
             raise DataError(f"step {step} of a deterministic run has nothing to train{why}")
@@ -207,8 +216,41 @@ class Consumer:
         made: list[_Made] = []
         for group, rewards in scored:
             samples, letters = self._sampler.samples_of(group, rewards)
-            made.append(_Made(group, samples, letters, self._history.encoded(group, samples, letters)))
+            spans = self._spans_of(group, samples, letters)
+            finished = self._history.encoded(group, samples, letters)
+            made.append(_Made(group, samples, letters, finished, time.time(), spans))
         return made
+
+    def _spans_of(
+        self, group: Group, samples: Sequence[TrainingSample], letters: Sequence[DeadLetter]
+    ) -> Waterfall | None:
+        role, now = self._role, time.time()
+        if not role.tracing.enabled:
+            return None
+        given = next((member.trace for member in group.living if member.trace), {})
+        events = parse_log(self._history.log_of(group.group_id))
+        spans = Waterfall(
+            group.group_id,
+            given or root_of(group.group_id, role.tracing.ratio).carrier(),
+            events,
+            model=Path(role.config.model.path).name,
+        )
+        if not spans.ref.sampled:
+            return None
+        made, ended = {one.seq_id: one for one in samples}, {one.seq_id: one.reason for one in letters}
+        for member in group.living:
+            at, sample = group.committed_at(member), made.get(member.seq_id)
+            spans.decoded(member, at)
+            spans.consumed(
+                member.seq_id,
+                at,
+                now,
+                role.name,
+                reward_s=0.0 if sample is None else sample.metrics.get("rollout/reward_s", 0.0),
+                reward=None if sample is None else sample.reward,
+                error=ended.get(member.seq_id, ""),
+            )
+        return spans
 
     async def _assemble(self, entry: Entry) -> Group | None:
         fields = entry.fields
@@ -253,14 +295,15 @@ class Consumer:
         self._sizes[entry.entry_id] = 0  # it never counted against the credit
         await self._out(TrainingBatch(batch_id=_batch_id([entry.entry_id]), samples=[]), [entry.entry_id], [])
 
-    async def _finish_group(self, group: Group, samples: list[TrainingSample], letters: list[DeadLetter]) -> None:
-        if samples:
+    async def _finish_group(self, made: _Made) -> None:
+        if made.samples:
             # The group's drops are handed off with its samples: a consumer killed in between would record them twice.
-            self._samples += samples
-            self._entry_ids += group.entry_ids
-            self._letters += letters
+            self._samples += made.samples
+            self._entry_ids += made.group.entry_ids
+            self._letters += made.letters
+            self._traced.append(made)
         else:
-            await self._drop(group.entry_ids, letters)
+            await self._drop(made, made.letters)
 
     async def _hand_off_batch(self, step: int | None = None) -> None:
         lengths = [len(sample.token_ids) for sample in self._samples]
@@ -270,17 +313,50 @@ class Consumer:
             rows=pack_rows(lengths, self._role.config.consumer.row_tokens),
             metrics=training_metrics.reduce([sample.metrics for sample in self._samples]),
             step=step,
+            trace=self._batch_trace(_batch_id(self._entry_ids)),
         )
         await self._out(batch, self._entry_ids, self._letters)
+        self._export(self._traced, batch)
         self._handed += len(self._samples)
         self._role.telemetry.observe(sluice_hand_off_samples=len(self._samples))
-        self._samples, self._entry_ids, self._letters = [], [], []
+        self._samples, self._entry_ids, self._letters, self._traced = [], [], [], []
 
-    async def _drop(self, entry_ids: list[str], letters: list[DeadLetter]) -> None:
+    def _batch_trace(self, batch_id: str) -> Carrier:
+        return batch_ref(self._role.config.run, batch_id).carrier() if self._role.tracing.enabled else {}
+
+    def _export(self, traced: Sequence[_Made], batch: TrainingBatch | None = None) -> None:
+        """The spans of groups that were handed off, or dropped; and of their batch, linked to their answers."""
+        role, now = self._role, time.time()
+        ref = None if batch is None else SpanRef.read(batch.trace)
+        links: list[SpanRef] = []
+        for made in traced:
+            if (spans := made.spans) is None:
+                continue
+            first = min((one.timings.get("enqueued_at", 0.0) for one in made.group.living), default=0.0) or made.at
+            if ref is not None:
+                spans.handed(made.at, now, role.name, ref)
+            died = [one for one in made.group.members.values() if isinstance(one, DeadLetter)] or made.letters
+            spans.whole(
+                first,
+                now if ref is not None else made.at,
+                error=died[0].reason if died else "",
+                attributes={"sluice.group_size": made.group.size, "sluice.samples": len(made.samples)},
+            )
+            role.tracing.send(spans.spans)
+            links += spans.answers
+        if ref is not None and batch is not None and links:
+            about = {"sluice.batch": batch.batch_id, "sluice.samples": len(batch.samples)}
+            start = min(made.at for made in traced)
+            more: dict[str, Any] = {"kind": "producer", "role": "consumer", "process": role.name, "attributes": about}
+            role.tracing.send([Span(stage="batch", ref=ref, start=start, end=now, links=links, **more)])
+
+    async def _drop(self, made: _Made, letters: list[DeadLetter]) -> None:
+        entry_ids = made.group.entry_ids
         for each in letters:
             get_logger().warning("dropped", sequence=each.seq_id, reason=each.reason, detail=each.detail)
         identity = _batch_id([*entry_ids, *(each.seq_id for each in letters)])
         await self._out(TrainingBatch(batch_id=identity, samples=[]), entry_ids, letters)
+        self._export([made])
 
     async def _out(self, batch: TrainingBatch, entry_ids: list[str], letters: list[DeadLetter]) -> None:
         await self._history.flush()

@@ -28,6 +28,7 @@ from sluice.pipeline.queue import Credit, JobQueue, Outcome, SourceRewound, Step
 from sluice.pipeline.queue.trained import trained_among
 from sluice.pipeline.run.preflight import rows_in_order
 from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.pipeline.telemetry.spans import root_of
 from sluice.pipeline.wire.messages import DecodeJob
 from sluice.pipeline.wire.waits import WaitKind
 from sluice.producers.source import (
@@ -263,15 +264,17 @@ class DecodeIntake:
 def job_of(config: Config, row: Row, epoch: int) -> DecodeJob:
     """A row's job, for all members of its group."""
     name, n = identity(row), config.producer.group_size
+    job_id = job_id_for(config.run, name, epoch, config.sampling, n)
     return DecodeJob(
         run=config.run,
-        job_id=job_id_for(config.run, name, epoch, config.sampling, n),
+        job_id=job_id,
         n=n,
         messages=row.messages,
         images=row.image_refs(),
         sampling=config.sampling,
         truth=row.truth,
         task=config.rollout_matching.task,
+        trace=root_of(job_id, config.tracing.sample_ratio).carrier() if config.tracing.enabled else {},
         metadata={**row.metadata, "row": name[:256], "epoch": epoch},
         keep_messages=config.rollout_matching.reward is not None,
     )
@@ -287,7 +290,9 @@ def in_its_step(config: Config, job: DecodeJob, number: int, rows: int) -> Decod
     step, row = divmod(number, per_step)
     place = StepRow(step, row, min(per_step, rows * config.data.epochs - step * per_step))
     version = max(0, step - config.producer.max_staleness)
-    return replace(job, job_id=id_in_step(job.job_id, place), min_weight_version=version, max_weight_version=version)
+    job_id = id_in_step(job.job_id, place)
+    trace = root_of(job_id, config.tracing.sample_ratio).carrier() if job.trace else {}
+    return replace(job, job_id=job_id, trace=trace, min_weight_version=version, max_weight_version=version)
 
 
 def first_jobs(config: Config, count: int) -> list[DecodeJob]:

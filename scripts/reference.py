@@ -104,6 +104,7 @@ _EXPLAINED = {
     "rollout": "[remote-rollouts.md](remote-rollouts.md#settings)",
     "history": "[concepts.md](concepts.md#what-is-kept-where), [tuning.md](tuning.md#history)",
     "metrics": "[metrics.md](metrics.md)",
+    "tracing": "[traces.md](traces.md)",
     "dashboard": "[tour.md](tour.md#look), [security.md](security.md#servers)",
     "tracking": "[metrics.md](metrics.md#trackers)",
     "preflight": "[failures.md](failures.md#before-the-start)",

@@ -318,7 +318,10 @@ class DecodeWorker:
         times = result.timings
         if not held.job.adapter and (behind_s := self._weights.behind_s(result.versions)) is not None:
             times["behind_s"] = behind_s
-        self._role.telemetry.observe(sluice_queue_seconds=times["queue_s"], sluice_decode_seconds=times["decode_s"])
+        if prompt.images:
+            times |= {"images_at": prompt.images_at, "images_s": prompt.images_s}
+        took = {"sluice_queue_seconds": times["queue_s"], "sluice_decode_seconds": times["decode_s"]}
+        self._role.telemetry.observe(result.trace, **took)
         self.leases.committer.put(Finished(claim, result))
 
     def _store(self, claim: Claim, index: int, progress: Progress) -> None:
@@ -426,7 +429,8 @@ def result_of(
         triggers=triggers(output.trigger, active=facts.repeat_terminate),
         sampling=job.sampling,
         reshaped=[] if usual is None or not job.sampling.reshapes(usual) else [_reshaped(job.sampling, output, facts)],
-        timings=_timings(claim, request.asked_at),
+        timings=_timings(claim, request.asked_at, output.first_token_at),
+        trace=job.trace,
         truth=job.truth,
         images=stamped(job.images, request.images),
         task=job.task,
@@ -450,11 +454,12 @@ def _reshaped(sampling: SamplingParams, output: SequenceOutput, facts: EngineFac
     return Reshaped(start=0, end=len(output.token_ids), sampling=sampling, library=library)
 
 
-def _timings(claim: Claim, started: float) -> dict[str, float]:
+def _timings(claim: Claim, started: float, first_token_at: float) -> dict[str, float]:
     now = time.time()
-    return {
+    found = {
         "enqueued_at": claim.enqueued_at,
         "queue_s": round(started - claim.enqueued_at, 4),
         "decode_s": round(now - started, 4),
         "finished_at": now,
     }
+    return found | {"first_token_s": round(first_token_at - started, 4)} if first_token_at else found

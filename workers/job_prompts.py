@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ class JobPrompt:
     token_ids: list[int]
     truncated: int = 0
     images: tuple[Any, ...] = ()  # PIL.Image.Image, RGB
+    images_at: float = 0.0  # Unix seconds, when their fetch began
+    images_s: float = 0.0  # how long it took
 
 
 class JobPrompts:
@@ -71,7 +74,9 @@ class JobPrompts:
         prompt = list(job.prompt_token_ids)
         prompt = prompt or await self._beside(job, partial(self._prompts.vlm, job.messages, len(job.images)))
         try:
-            return JobPrompt(prompt, images=tuple(await asyncio.gather(*map(self._images.get, job.images))))
+            at, began = time.time(), time.monotonic()
+            images = tuple(await asyncio.gather(*map(self._images.get, job.images)))
+            return JobPrompt(prompt, images=images, images_at=at, images_s=round(time.monotonic() - began, 4))
         except (RequestError, EngineError):
             raise
         except Exception as error:  # anything a file system or a codec throws fails only this job

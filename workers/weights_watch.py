@@ -17,6 +17,7 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ModelError, TornWeights, WeightsAway, WeightsError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.role import Role
+from sluice.pipeline.telemetry.spans import version_spans
 from sluice.pipeline.weights.carriers import carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.messages import WeightVersion
@@ -32,7 +33,7 @@ class WeightsWatch:
 
     def __init__(self, role: Role, backend: Backend) -> None:
         self._registry = WeightsRegistry(role.client, role.keys)
-        self._backend, self._tell = backend, role.status.fact
+        self._role, self._backend, self._tell = role, backend, role.status.fact
         self._config: Config = role.config
         self._carrier = carrier_of(role.config, role.status.fact)
         self._refused: int | None = None
@@ -131,13 +132,14 @@ class WeightsWatch:
         manifest = await self._registry.get(version)
         if manifest is None:
             return None
-        backend, tolerance = self._backend, self._config.weights.probe_tolerance
+        backend, tolerance, began = self._backend, self._config.weights.probe_tolerance, time.time()
         probe = probe_of(manifest, backend.facts.dtype, tolerance, backend.version)
         directory = await asyncio.to_thread(self._carrier.fetch, manifest)
         fetched = time.monotonic()
         await backend.load_weights(directory, version, probe, manifest.parent)
         spent = {"fetch_s": round(fetched - started, 3), "load_s": round(time.monotonic() - fetched, 3)}
         await asyncio.to_thread(self._carrier.keep, manifest)
+        self._role.tracing.send(version_spans("load", manifest, self._role.name, began, time.time()))
         return manifest.published_at or time.time(), spent
 
 

@@ -123,8 +123,9 @@ def recompute(
     pairs: Pairs,
     needed: list[int],
     pixels: Pixels,
+    timed: list[float] | None = None,
 ) -> set[int]:
-    """Fill in every version on disk, one load each; returns the missing ones."""
+    """Fill in every version on disk, one load each; returns the missing ones. `timed` gets the seconds of each pass."""
     work: dict[int, Pairs] = {version: [] for version in needed}
     for pair in pairs:
         for version in pair[0].needed():
@@ -133,7 +134,7 @@ def recompute(
     with Meter(sum(map(len, work.values()))) as meter:
         for version, its_pairs in work.items():
             meter.doing(f"version {version}")
-            if not _recompute_version(root, version, config, its_pairs, meter, pixels):
+            if not _recompute_version(root, version, config, its_pairs, meter, pixels, timed):
                 missing.add(version)
     if needed and len(missing) == len(needed):
         raise WeightsError(
@@ -144,7 +145,13 @@ def recompute(
 
 
 def _recompute_version(
-    root: Path, version: int, config: ModelConfig, pairs: Pairs, meter: Meter, pixels: Pixels
+    root: Path,
+    version: int,
+    config: ModelConfig,
+    pairs: Pairs,
+    meter: Meter,
+    pixels: Pixels,
+    timed: list[float] | None = None,
 ) -> bool:
     model = open_version(root, version, config, sees=any(stored.has_images for stored, _ in pairs))
     if model is None:
@@ -156,7 +163,10 @@ def _recompute_version(
         next_one = stored.scored & (stored.proximal_versions == version)
         found = np.full(len(stored.token_ids), np.nan, dtype=np.float32)
         positions = np.flatnonzero(own | next_one)
+        began = time.monotonic()
         found[positions] = logprobs_of(model, stored, positions, pixels)
+        if timed is not None:
+            timed.append(time.monotonic() - began)
         again.behaviour[own] = found[own]
         again.proximal[next_one] = found[next_one]
         done += 1

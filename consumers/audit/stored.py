@@ -17,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice.consumers.run_files import METRICS
+from sluice.consumers.tasks.rollout import temperature_of
 from sluice.consumers.training.step_log import read_rollouts
 from sluice.pipeline.errors import ConfigError, DataError, MessageError
 from sluice.pipeline.weights.line import Line
 from sluice.pipeline.wire.codec import read_json
-from sluice.pipeline.wire.messages import TrainingSample
-from sluice.pipeline.wire.tokens import FloatArray, Runs
+from sluice.pipeline.wire.messages import SequenceResult, TrainingSample
+from sluice.pipeline.wire.sampled_tokens import SampledTokens
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +136,38 @@ def _stored(step: int, sample: TrainingSample, line: Line | None) -> Stored:
         proximal_versions=_ints(sample.proximal_versions, size, -1),
         proximal_logprobs=_floats(sample.proximal_logprobs, size),
         line=line,
+    )
+
+
+def stored_result(result: SequenceResult, under: int | None = None) -> Stored:
+    """A result as it was committed, without proximal logprobs; `under`: as if that version had sampled all of it."""
+    prompt = len(result.prompt_token_ids)
+    whole = SampledTokens.context(result.prompt_token_ids) + result.sampled
+    versions = np.array(whole.versions, dtype=np.int32)
+    if under is not None:
+        versions[versions >= 0] = under
+    size = len(versions)
+    sample = TrainingSample(
+        seq_id=result.seq_id,
+        group_id=result.group_id,
+        task=result.task,
+        token_ids=TokenArray(whole.token_ids),
+        labels=TokenArray(whole.token_ids),
+        weights=FloatArray([0.0] * size),
+        segments=Runs.of([0] * size),
+        prompt_len=prompt,
+        images=result.images,
+        temperature=temperature_of(result),
+    )
+    return Stored(
+        step=0,
+        sample=sample,
+        token_ids=np.array(whole.token_ids, dtype=np.int32),
+        mask=(versions >= 0).astype(np.int32),
+        versions=versions,
+        logprobs=np.array(whole.logprobs, dtype=np.float32),
+        proximal_versions=np.full(size, -1, dtype=np.int32),
+        proximal_logprobs=np.full(size, np.nan, dtype=np.float32),
     )
 
 

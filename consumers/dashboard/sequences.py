@@ -17,8 +17,9 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
@@ -44,6 +45,7 @@ from sluice.consumers.dashboard.tokens import (
 )
 from sluice.consumers.history.index import SORTS, Context
 from sluice.consumers.history.records import SequenceDetail, SequenceFilter, SequenceRow
+from sluice.consumers.history.waterfall import Bar, SequenceTrace, longest, trace_of
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DataError, RequestError, SluiceError
 from sluice.pipeline.wire.messages import SequenceResult
@@ -171,6 +173,7 @@ async def sequence(request: Request, seq_id: str) -> Response:
     resolved = await asyncio.to_thread(monitor.run_config.read)
     runner = runner_of(request.app.state, resolved.config)
     page = await build(runner, monitor.config, detail, Choice.read(request.query_params))
+    page = replace(page, trace=await asyncio.to_thread(_trace, monitor, resolved.config, detail))
     words = {"kinds": KINDS, "colourings": COLOURINGS, "most": MOST_TOKENS}
     return render(request, "sequence.html.j2", page=page, detail=detail, row=detail.row, **words)
 
@@ -190,6 +193,13 @@ async def picture(request: Request, seq_id: str) -> Response:
     if found is None:
         return problem_page(request, 404, "This sequence has no such picture.")
     return Response(found.data, media_type=found.media_type)
+
+
+def _trace(monitor: Monitor, config: Config, detail: SequenceDetail) -> SequenceTrace | None:
+    try:
+        return trace_of(monitor.directory, monitor.reader, detail, Path(config.model.path).name)
+    except DataError:  # a history that is being replaced: the rest of the page is of what was read before
+        return None
 
 
 @dataclass(frozen=True)
@@ -253,6 +263,17 @@ class SequencePage:
     picture: tuple[int, int] | None  # size of the first
     picture_problem: str
     more_pictures: range = range(0)  # their numbers
+    trace: SequenceTrace | None = None
+
+    @property
+    def longest(self) -> Bar | None:
+        """Of what took time."""
+        return longest(self.trace.bars) if self.trace else None
+
+    @property
+    def whole_s(self) -> float:
+        """Length of the axis."""
+        return max(self.trace.seconds if self.trace else 0.0, 1e-6)
 
 
 async def build(runner: TaskRunner, config: Config, detail: SequenceDetail, choice: Choice) -> SequencePage:

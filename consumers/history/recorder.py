@@ -15,7 +15,7 @@ import asyncio
 import sqlite3
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -250,12 +250,17 @@ class Recorder(_Recorder[FinishedJob]):
     def __init__(self, config: Config, partition: int) -> None:
         path, limits = history_directory(config) / consumer_file(partition), config.history
         super().__init__(config, lambda: HistoryStore(path, limits.max_sequences, limits.max_mb))
+        self._traces = config.tracing.enabled
         self._logs: dict[str, bytes] = {}  # group id → the longest log that came with any of its entries
 
     def log(self, group_id: str, raw: bytes) -> None:
         """The job's log, from an entry of the group."""
-        if self._on and len(raw) > len(self._logs.get(group_id, b"")):
+        if (self._on or self._traces) and len(raw) > len(self._logs.get(group_id, b"")):
             self._logs[group_id] = raw
+
+    def log_of(self, group_id: str) -> bytes:
+        """The job's log so far, until its group is encoded."""
+        return self._logs.get(group_id, b"")
 
     def note(self, group: Group, samples: Sequence[TrainingSample], letters: Sequence[DeadLetter]) -> None:
         self.keep(self.encoded(group, samples, letters))
@@ -286,13 +291,27 @@ class TrainedRecorder(_Recorder[Trained]):
         most, most_mb = (limit * config.consumer.count for limit in (limits.max_sequences, limits.max_mb))
         super().__init__(config, lambda: TrainedStore(path, most, most_mb))
 
-    def note(self, step: int, version: int, samples: Sequence[TrainingSample], letters: Sequence[DeadLetter]) -> None:
-        """What one step trained, and what was dropped before it; `version` is that of the weights it started from."""
+    def note(
+        self,
+        step: int,
+        version: int,
+        samples: Sequence[TrainingSample],
+        letters: Sequence[DeadLetter],
+        handed_at: Mapping[str, float] = {},
+    ) -> None:
+        """What one step trained, and what was dropped before it; `version` is that of the weights it started from.
+
+        `handed_at`: by sequence id.
+        """
         if not self._on:
             return
         for sample in samples:
-            scores = {"proximal_logprobs": sample.proximal_logprobs, "proximal_versions": sample.proximal_versions}
-            self._noted.append(Trained(seq_id=sample.seq_id, step=step, version=version, state="trained", **scores))
+            about = {
+                "handed_at": handed_at.get(sample.seq_id, 0.0),
+                "proximal_logprobs": sample.proximal_logprobs,
+                "proximal_versions": sample.proximal_versions,
+            }
+            self._noted.append(Trained(seq_id=sample.seq_id, step=step, version=version, state="trained", **about))
         for each in letters:
             self._noted.append(
                 Trained(seq_id=each.seq_id, step=step, version=version, state="dropped", reason=each.reason)
@@ -324,13 +343,13 @@ def _finished(
             found.append(Finished.of(row, None, None, member))
         else:
             sample, letter = made.get(member.seq_id), dropped.get(member.seq_id)
-            row = _row(member, sample, letter, at, group.size)
+            row = _row(member, sample, letter, at, group)
             found.append(Finished.of(row, member, sample, letter))
     return FinishedJob(job_id=group.group_id, sequences=found, log=log)
 
 
 def _row(
-    result: SequenceResult, sample: TrainingSample | None, letter: DeadLetter | None, at: float, size: int
+    result: SequenceResult, sample: TrainingSample | None, letter: DeadLetter | None, at: float, group: Group
 ) -> SequenceRow:
     mask = result.response_mask.runs
     versions = [version for version, _ in result.versions.runs if version >= 0]
@@ -338,12 +357,13 @@ def _row(
         seq_id=result.seq_id,
         job_id=result.group_id,
         index=result.index,
-        group_size=size,
+        group_size=group.size,
         task=result.task,
         state="handed_on" if letter is None else "dropped",
         reason="" if letter is None else letter.reason,
         at=at,
         enqueued_at=result.timings.get("enqueued_at", 0.0),
+        committed_at=group.committed_at(result),
         queue_s=result.timings.get("queue_s", 0.0),
         decode_s=result.timings.get("decode_s", 0.0),
         worker=result.worker,

@@ -36,6 +36,7 @@ class SequenceRow(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # why it was dropped or died
     at: float  # Unix time when the consumer finished it
     enqueued_at: float = 0.0
+    committed_at: float = 0.0  # Unix time of the broker
     queue_s: float = 0.0
     decode_s: float = 0.0
     worker: str = ""
@@ -64,6 +65,7 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     version: int  # weights that the step started from
     state: Literal["trained", "dropped"]
     reason: str = ""
+    handed_at: float = 0.0  # Unix time of the broker when the consumer handed it to the trainer
     proximal_logprobs: FloatArray = msgspec.field(default_factory=FloatArray)
     proximal_versions: Runs = Runs()
 

@@ -103,9 +103,10 @@ def training_sample(
         prompt_len=start,
         geometry=[_shifted(target, start) for target in response.geometry],
         **whole.with_mask().columns(),
-        temperature=_temperature(result),
+        temperature=temperature_of(result),
         reward=reward,
         enqueued_at=result.timings.get("enqueued_at", 0.0),
+        trace=result.trace,
         metrics=metrics | _lengths(start, response) | _rewards(reward),
     )
 
@@ -135,7 +136,7 @@ def segments_of(result: SequenceResult, right: bool, codec: TextCodec) -> list[i
     ]
 
 
-def _temperature(result: SequenceResult) -> float:
+def temperature_of(result: SequenceResult) -> float:
     """The temperature of its logprobs; greedy tokens are scored at temperature 1."""
     return 1.0 if result.logprobs_mode == "raw_logprobs" else result.sampling.temperature or 1.0
 

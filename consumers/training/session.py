@@ -69,11 +69,14 @@ from sluice.pipeline.status.evaluation import best_of, evaluation_of
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.status.text import wait_text
 from sluice.pipeline.telemetry import training_metrics
+from sluice.pipeline.telemetry.spans import step_ref, step_spans, version_spans
 from sluice.pipeline.weights import versions
 from sluice.pipeline.weights.carriers import carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.wire.codec import integer_or
 from sluice.pipeline.wire.messages import DeadLetter, Shard, TrainingBatch, TrainingSample, WeightVersion, decode
 from sluice.pipeline.wire.tokens import TokenArray
+from sluice.pipeline.wire.trace import Carrier
 from sluice.pipeline.wire.waits import Wait, WaitKind
 
 T = TypeVar("T")
@@ -111,6 +114,11 @@ class Taken:
     fresh: list[TrainingSample]  # neither trained nor dropped so far
     repeats: frozenset[str] = frozenset()  # ids that an earlier batch has brought, and that weren't finished then
     letters: list[DeadLetter] = field(default_factory=list)  # for the dropped ones
+
+    @property
+    def handed_at(self) -> float:
+        """Unix time of the broker when a consumer handed it over: the entry's id says it."""
+        return integer_or(self.entry_id.partition("-")[0], 0) / 1000
 
     def without(self, seq_ids: Collection[str]) -> Taken:
         """A copy with fewer fresh samples."""
@@ -346,14 +354,34 @@ class Session:
             values["train/publish_s"] = self._publish_s
         values |= after.count(values)
         await self._writing(self._records.write, after.step, after.version, samples, values, self._fence())
-        self._records.note(after.step, after.version, samples, letters)
+        handed_at = {one.seq_id: each.handed_at for each in self._given for one in each.fresh}
+        self._records.note(after.step, after.version, samples, letters, handed_at)
         await self._records.show(after.step, values)
+        self._trace_step(after, samples, values, handed_at)
         self._forget_images(chosen)
         self.state, self._given, self._committed = after, rest, False
         self._given_at = time.monotonic()
         await self._free_credit(whole)
         self._show()
         return True
+
+    def _trace_step(
+        self,
+        after: TrainerState,
+        samples: Sequence[TrainingSample],
+        values: Mapping[str, float],
+        handed_at: Mapping[str, float],
+    ) -> None:
+        role = self._role
+        if role.tracing.enabled:
+            place = (role.config.run, after.step, after.version)
+            role.tracing.send(step_spans(*place, samples, values, handed_at, role.name, time.time()))
+
+    def _step_trace(self, step: int) -> Carrier:
+        return step_ref(self._config.run, step).carrier() if self._role.tracing.enabled else {}
+
+    def _trace_version(self, manifest: WeightVersion) -> None:
+        self._role.tracing.send(version_spans("publish", manifest, self._role.name, manifest.published_at, time.time()))
 
     def _split(self, finished: Collection[str]) -> tuple[list[Taken], list[Taken]]:
         """The given batches of which nothing is left once these ids are finished, and the rest of the others."""
@@ -667,6 +695,7 @@ class Session:
             parent=state.line.parent,
             branch=state.branch,
             step=state.step,
+            trace=self._step_trace(state.step),
             published_at=time.time(),
             shards=dict(weights.shards),
             dtype=weights.dtype,
@@ -690,6 +719,7 @@ class Session:
         await asyncio.to_thread(self._carrier.remove, gone)
         if latest is not None and latest > manifest.version:
             get_logger().warning("back to an older version", version=manifest.version, lost_up_to=latest)
+        self._trace_version(manifest)
         get_logger().info("published", version=manifest.version, digest=manifest.digest[:12])
         self._published = (manifest.version, weights.score) if weights else None
 

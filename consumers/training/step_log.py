@@ -27,6 +27,7 @@ from sluice.pipeline.files import fsync_directory, write_atomic
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.trained import LEDGER, TrainedIds
 from sluice.pipeline.run.role import Role
+from sluice.pipeline.telemetry.spans import step_ref
 from sluice.pipeline.wire.codec import read_json
 from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, TrainingSample, decode, encode
 
@@ -170,14 +171,22 @@ class StepRecords:
         self._trained.append(step, seq_ids=list(seq_ids))
         self.known.add(step, seq_ids)
 
-    def note(self, step: int, version: int, samples: Sequence[TrainingSample], letters: Sequence[DeadLetter]) -> None:
+    def note(
+        self,
+        step: int,
+        version: int,
+        samples: Sequence[TrainingSample],
+        letters: Sequence[DeadLetter],
+        handed_at: Mapping[str, float] = {},
+    ) -> None:
         """For the history: what a step trains, and what was dropped before it; `flush` writes it."""
-        self._history.note(step, version, samples, letters)
+        self._history.note(step, version, samples, letters, handed_at)
 
     async def show(self, step: int, values: Mapping[str, float]) -> None:
         """Send to trackers, telemetry and the status."""
         self._trackers.log(step, dict(values))
-        self._role.telemetry.observe(sluice_train_step_seconds=values["train/step_s"])
+        trace = step_ref(self._role.config.run, step).carrier() if self._role.tracing.enabled else {}
+        self._role.telemetry.observe(trace, sluice_train_step_seconds=values["train/step_s"])
         line = msgspec.json.encode(values).decode()
         await cast("Awaitable[bool]", self._role.client.set(self._role.keys.metrics, line))
 

@@ -63,6 +63,7 @@ from sluice.pipeline.run import preflight, provenance
 from sluice.pipeline.run.gpu import use_free_gpu
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.telemetry.spans import step_ref
 from sluice.pipeline.weights.versions import read_manifest
 from sluice.pipeline.wire.messages import DeadLetter, ScoreJob, ScoreResult, TrainingSample
 from sluice.pipeline.wire.waits import WaitKind
@@ -338,7 +339,7 @@ class Filler:
             plans = without_proximal(plans)
             asked = pair_members(plans, self._options)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(self._ask(list(asked.values())))
+            asking = tasks.create_task(self._ask(list(asked.values()), state.step + 1))
             recomputed = await asyncio.to_thread(self._recompute, list(asked.values()))
             results = await asking
         if results is None:
@@ -370,13 +371,16 @@ class Filler:
         scores = self._own.score(wanted) if wanted else []
         return {sample.seq_id: row for sample, row in zip(wanted, scores, strict=True)}
 
-    async def _ask(self, plans: Sequence[Plan]) -> list[ScoreResult] | None:
+    async def _ask(self, plans: Sequence[Plan], step: int) -> list[ScoreResult] | None:
         """The answers that arrived in time; None if the process is asked to stop."""
         run = self._role.config.run
         jobs = [job for each in plans for job in score_jobs(each, run)]
         jobs += reference_jobs(plans, self._options.reference, run)
         if not jobs or not self._role.config.scorer.count:
             return []
+        if self._role.tracing.enabled:
+            trace = step_ref(run, step).carrier()
+            jobs = [replace(job, trace=trace) for job in jobs]
         samples = len({job.seq_id for job in jobs})
         self._role.status.waiting(WaitKind.SCORES, f"{samples} samples", len(jobs))
         every = self._role.config.deterministic

@@ -117,7 +117,7 @@ def styled(text: str) -> Text:
 HEADINGS: dict[str, tuple[str, ...]] = {
     "Start here": ("help", "demo", "doctor"),
     "Run": ("run", "up", "generate"),
-    "Look": ("status", "top", "dashboard", "dlq", "audit"),
+    "Look": ("status", "top", "dashboard", "dlq", "trace", "replay", "audit"),
     "Roles, one process each": (*(role.command for role in ROLES.values() if not role.is_onlooker), "broker"),
     "Tools": ("config", "data", "task", "rollout", "guard", "export", "bench", "env", "completion"),
 }  # fmt: skip

@@ -35,6 +35,7 @@ ENVIRONMENT = {
     "SLUICE_GATEWAY_URL": "rollout.gateway_url",
     "SLUICE_METRICS_HOST": "metrics.host",
     "SLUICE_METRICS_PORT": "metrics.port",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "tracing.endpoint",
     "ROLLOUT_SERVER_PORT": "rollout_server.port",
     "MAX_CONCURRENT_ROLLOUTS": "rollout_server.max_concurrent_rollouts",
     "TOKENIZER_CACHE_SIZE": "rollout_server.tokenizer_cache_size",

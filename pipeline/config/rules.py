@@ -21,6 +21,7 @@ from sluice.pipeline.config.types import (
     FsdpConfig,
     PolicyConfig,
     RepeatTerminateConfig,
+    TracingConfig,
 )
 from sluice.pipeline.errors import ConfigError, as_one
 from sluice.pipeline.wire.messages import MAX_GROUP, MAX_PRIORITY, RESHAPING, SamplingParams
@@ -919,6 +920,17 @@ def _what_a_rollout_server_takes(config: Config) -> list[tuple[bool, str]]:
     return found
 
 
+def _tracing(tracing: TracingConfig) -> list[tuple[bool, str]]:
+    endpoint, ratio = urlsplit(tracing.endpoint), tracing.sample_ratio
+    is_url = endpoint.scheme in ("http", "https") and bool(endpoint.netloc)
+    return [
+        (is_url, f"tracing.endpoint must be http://HOST:PORT or https://…, got {tracing.endpoint!r}"),
+        (0 <= ratio <= 1, f"tracing.sample_ratio must be in 0..1, got {ratio}"),
+        (tracing.max_queue >= 1, f"tracing.max_queue must be >= 1, got {tracing.max_queue}"),
+        (0 < tracing.timeout_s < inf, f"tracing.timeout_s must be a finite number above 0, got {tracing.timeout_s}"),
+    ]
+
+
 def _history_and_servers(config: Config) -> list[tuple[bool, str]]:
     """(holds, complaint) each."""
     history, metrics, dashboard = config.history, config.metrics, config.dashboard
@@ -928,6 +940,7 @@ def _history_and_servers(config: Config) -> list[tuple[bool, str]]:
         (history.max_sequences >= 1, f"history.max_sequences must be >= 1, got {history.max_sequences}"),
         (history.max_mb >= 1, f"history.max_mb must be >= 1, got {history.max_mb}"),
         (0 <= metrics.port < 65_536, f"metrics.port must be in 0..65535, got {metrics.port}"),
+        *_tracing(config.tracing),
         (0 <= dashboard.port < 65_536, f"dashboard.port must be in 0..65535, got {dashboard.port}"),
         (0 < dashboard.max_body_mb <= 64, f"dashboard.max_body_mb must be in 0..64, got {dashboard.max_body_mb}"),
     ]

@@ -90,6 +90,16 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
     port: int = 0  # 0: any free port; each process's heartbeat names it
 
 
+class TracingConfig(Section, frozen=True, kw_only=True):
+    """Spans of every sequence, request and step, by OTLP to a collector; needs `pip install sluice[otel]`."""
+
+    enabled: bool = False
+    endpoint: str = "http://127.0.0.1:4317"  # of the collector, for gRPC; https:// for TLS
+    sample_ratio: float = 1.0  # of the jobs that no request with a trace made; a caller's traceparent says it itself
+    max_queue: int = 8192  # spans of a process that wait for the collector; more are dropped and counted
+    timeout_s: float = 5.0  # for one batch of spans; then it is dropped
+
+
 class DashboardConfig(Section, frozen=True, kw_only=True):
     """`sluice dashboard`: the run in a browser."""
 
@@ -489,6 +499,7 @@ class Config(Section, frozen=True, kw_only=True):
     rollout: RolloutConfig = RolloutConfig()
     history: HistoryConfig = HistoryConfig()
     metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()
     dashboard: DashboardConfig = DashboardConfig()
     tracking: TrackingConfig = TrackingConfig()
     preflight: PreflightConfig = PreflightConfig()

@@ -45,6 +45,7 @@ from sluice.pipeline.roles import ONLOOKERS
 from sluice.pipeline.status.heartbeat import ALIVE_S, BEAT_S, StatusReporter
 from sluice.pipeline.status.text import wait_text
 from sluice.pipeline.telemetry.exporter import Telemetry, metrics_server
+from sluice.pipeline.telemetry.tracing import Tracing
 from sluice.pipeline.wire.codec import read_json
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.waits import Wait
@@ -171,6 +172,7 @@ class Role:
         self.scripts = Scripts(client)
         self.status = StatusReporter(client, self.keys, role, name)
         self.telemetry = Telemetry(role, self.status.row)
+        self.tracing = Tracing(config.tracing, config.run, fact=self.status.fact)
         self.stop = asyncio.Event()
         self.stopped_by: int | None = None  # the signal
         self._tasks, self._background = tasks, list[asyncio.Task[Any]]()
@@ -249,6 +251,7 @@ async def role_process(config: Config, role: str, name: str, stop: asyncio.Event
                 yield context
             finally:
                 await context.end_background()
+                await asyncio.to_thread(context.tracing.close)
     if context.stopped_by is not None:
         # Not 0: whoever supervises this process must not take a stop for the end of its work.
         sys.exit(128 + context.stopped_by)

@@ -17,7 +17,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import cast
 
 import prometheus_client
@@ -34,6 +34,7 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.status.heartbeat import Heartbeat
 from sluice.pipeline.telemetry.families import histogram, of_role, read
 from sluice.pipeline.thread_pool import lost_threads
+from sluice.pipeline.wire.trace import SpanRef
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _JOIN_S = 1.0
@@ -132,10 +133,17 @@ class Telemetry:
             if family.kind == "histogram"
         }
 
-    def observe(self, **values: float) -> None:
-        """Record histogram values of this role; raises KeyError for an unknown name."""
+    def observe(self, trace: Mapping[str, str] = {}, /, **values: float) -> None:
+        """Record histogram values of this role; raises KeyError for an unknown name.
+
+        `trace`: of a message. The bucket then names its trace as an exemplar, in the OpenMetrics format alone.
+        """
+        ref = SpanRef.read(trace) if trace else None
+        exemplar = (
+            {"trace_id": f"{ref.trace_id:032x}", "span_id": f"{ref.span_id:016x}"} if ref and ref.sampled else None
+        )
         for name, value in values.items():
-            self._histograms[name].observe(value)
+            self._histograms[name].observe(value, exemplar)
 
 
 class _RoleCollector(Collector):
@@ -154,11 +162,11 @@ class _RoleCollector(Collector):
         yield read("sluice_role_info", [((self._role, __version__), 1.0)])
         yield read("sluice_lost_threads", [((self._role,), float(lost_threads()))])
         row = self._row
-        if row is None:
-            return
-        since = row.wait and row.wait.since
-        yield read("sluice_waiting_seconds", [((self._role,), 0.0 if since is None else max(0.0, time.time() - since))])
-        facts = dict(row.facts)
+        facts = {} if row is None else dict(row.facts)
+        if row is not None:
+            since = row.wait and row.wait.since
+            waited_s = 0.0 if since is None else max(0.0, time.time() - since)
+            yield read("sluice_waiting_seconds", [((self._role,), waited_s)])
         for family in self._facts:
             value = facts.get(family.fact or "", 0 if family.kind == "counter" else None)
             yield read(family.name, [] if value is None else [((self._role,), float(value))])

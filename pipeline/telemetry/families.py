@@ -87,6 +87,8 @@ _PROCESS = [
     _role("process_start_time_seconds", "when it started, Unix time: a change is a restart", labels=()),
     _role("process_open_fds", "open file descriptors", labels=()),
     _role("process_max_fds", "limit on open file descriptors", labels=()),
+    _fact("exported_spans_total", "spans that a collector took", "spans_sent"),
+    _fact("dropped_spans_total", "spans that were lost: the collector was away, or the queue full", "spans_dropped"),
     _fact("weight_version", "weight version in use", "version", "worker", "trainer", "scorer"),
     _fact(
         "weight_fallbacks_total",

@@ -166,7 +166,7 @@ class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
     turn: int | None = None  # of the rollout, from 0
     reply_to: str | None = None  # the asking caller's mailbox: results go there, never into the training stream
     stream_every: int = 0  # tokens between two TokenDeltas to the caller; 0 = none
-    trace: dict[str, str] = {}  # W3C trace context
+    trace: dict[str, str] = {}  # W3C trace context: the parent of what is done for it
     metadata: dict[str, Any] = {}
     keep_messages: bool = False  # results carry the messages: for reward functions
 
@@ -238,7 +238,8 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     logprobs_mode: str = "raw_logprobs"  # [W] raw: temperature 1; processed_logprobs: the sampling temperature
     sampling: SamplingParams = SamplingParams()  # [W] as in effect
     reshaped: list[Reshaped] = []  # [W] tokens drawn under a grammar, a list or a penalty that the run doesn't have
-    timings: dict[str, float] = {}  # [W] seconds: queue_s, decode_s, behind_s; Unix times: enqueued_at, finished_at
+    timings: dict[str, float] = {}  # [W] seconds: queue_s, images_s, first_token_s, decode_s, behind_s; Unix: *_at
+    trace: dict[str, str] = {}  # [P] carried through
     truth: Any = None  # [P] carried through
     images: list[ImageRef] = []  # [P] of the prompt, in its order; [W] sha256 of the bytes that were decoded
     task: str = "detection"  # [P]
@@ -297,6 +298,7 @@ class ScoreJob(Wire, frozen=True, kw_only=True, tag="score_job"):
     version: int
     temperature: float = 1.0  # of the scores
     reply_to: str = ""  # the asking trainer's nonce
+    trace: dict[str, str] = {}  # of the step that asks
     expires_at: float = 0.0  # Unix time after which the answer is no longer needed; 0 = never
 
     def __post_init__(self) -> None:
@@ -368,6 +370,7 @@ class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
     parts: int = 1  # of its rollout, this one and dropped ones included; more than 1: a forked history
     group_rewards: int = 0  # number of rewards its advantage was computed from; 0 = none computed
     enqueued_at: float = 0.0  # Unix time, [Q] carried through
+    trace: dict[str, str] = {}  # [P] carried through
     metrics: dict[str, float] = {}  # counters of this sample, keys of sluice.pipeline.telemetry.training_metrics
 
     def __post_init__(self) -> None:
@@ -399,6 +402,7 @@ class TrainingBatch(Wire, frozen=True, kw_only=True, tag="training_batch"):
     samples: list[TrainingSample]
     rows: list[list[int]] = []  # packing: sample indices per row, best-fit decreasing by token budget
     step: int | None = None  # the optimiser step that trains it, from 0; deterministic runs only
+    trace: dict[str, str] = {}  # of the batch itself, which is linked to its samples
     metrics: dict[str, float] = {}  # reduced over the samples, keys of sluice.pipeline.telemetry.training_metrics
 
 
@@ -426,6 +430,7 @@ class WeightVersion(Wire, frozen=True, kw_only=True, tag="weight_version"):
     parent: int | None = None  # live version before this one; -1: it is the first; None: version - 1
     branch: int = 0  # first version of its branch: 0, or the first one after a return to an older version
     step: int = 0  # the optimiser step whose weights it has
+    trace: dict[str, str] = {}  # of that step
     published_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -478,6 +483,7 @@ class RolloutHead(Wire, frozen=True, kw_only=True, tag="rollout"):
     keep_messages: bool = False  # as of a DecodeJob: those of the request
     request: dict[str, Any] = {}  # the producer's request, so that it can be sent again
     opened_at: float = 0.0  # Unix s, stamped on opening
+    trace: dict[str, str] = {}  # W3C trace context: the parent of its turns
 
     def __post_init__(self) -> None:
         if not self.rollout_id.strip() or len(self.rollout_id) > MAX_ID:

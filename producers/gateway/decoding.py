@@ -15,10 +15,11 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
+from msgspec.structs import replace
 from redis import RedisError
 
 from sluice.pipeline.errors import BrokerError, ResultsLost
@@ -26,12 +27,19 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import NO_LIMIT, JobQueue
 from sluice.pipeline.queue.replies import Expected, Replies
 from sluice.pipeline.wire.messages import DeadLetter, DecodeJob, SequenceResult, TokenDelta
+from sluice.pipeline.wire.trace import caller
 from sluice.producers.gateway.refusals import Refusal, of_letter
 
 Event = TokenDelta | SequenceResult
 
 _MOST_TRIES = 20
 _AGAIN = ("cancelled", "expired")
+
+
+class Exported(Protocol):
+    """Takes the results of a job that was asked for here."""
+
+    def __call__(self, job: DecodeJob, results: Sequence[SequenceResult], /) -> None: ...
 
 
 class _Again(Exception):
@@ -41,8 +49,9 @@ class _Again(Exception):
 class Decoding:
     """The queue as the gateway's calls see it; `run` cancels abandoned jobs."""
 
-    def __init__(self, queue: JobQueue, replies: Replies, timeout_s: float) -> None:
-        self._queue, self._replies, self._timeout_s = queue, replies, timeout_s
+    def __init__(self, queue: JobQueue, replies: Replies, timeout_s: float, exported: Exported | None = None) -> None:
+        """`exported` gets the spans of each job that a traced request made."""
+        self._queue, self._replies, self._timeout_s, self._exported = queue, replies, timeout_s, exported
         self._waiting = Counter[str]()
         self._given_up: asyncio.Queue[str] = asyncio.Queue()
 
@@ -70,12 +79,19 @@ class Decoding:
         Raises Refusal, BrokerError. Close the generator to stop listening.
         """
         until = until or time.monotonic() + self._timeout_s
+        if (asked := caller.get()) is not None:
+            job = replace(job, trace=asked.carrier)
+        results: list[SequenceResult] = []
         for _ in range(_MOST_TRIES):
             try:
                 with self._asked(job) as expected:
                     async with aclosing(self._try(job, expected, until)) as events:
                         async for event in events:
+                            if isinstance(event, SequenceResult):
+                                results.append(event)
                             yield event
+                if self._exported is not None and asked is not None:
+                    self._exported(job, results)
                 return
             except _Again:
                 await self.forget(job)

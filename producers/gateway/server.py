@@ -64,7 +64,7 @@ async def run_gateway(role: Role, port: int, on_ready: Callable[[int], object] |
     config = role.config
     role.status.waiting(WaitKind.TOKENIZER, config.model.path)
     renderer = await asyncio.to_thread(load_policy_tokenizer, config.model)
-    service = make_service(config, role.client, role.keys, renderer, role.telemetry.registry)
+    service = make_service(config, role.client, role.keys, renderer, role.telemetry.registry, role.tracing, role.name)
     role.spawn(service.replies.run())
     role.spawn(service.decoding.run())
     role.spawn(_sweep(role, service))
@@ -154,7 +154,7 @@ def make_app(service: Service, key: str | None) -> FastAPI:
     app.add_middleware(HostGate, names=names, setting="gateway.names", has_key=key is not None)
     app.add_middleware(BearerAuth, key=key, open_paths=(*OPEN_PATHS, *api_page.OPEN_PATHS))
     app.add_middleware(MessagesErrors, paths=MESSAGES_PATHS)
-    app.add_middleware(Measured, metrics=service.metrics)
+    app.add_middleware(Measured, metrics=service.metrics, tracing=service.tracing, name=service.name)
     app.include_router(chat_routes(service))
     app.include_router(token_routes(service))
     app.include_router(agent_routes(service))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -19,9 +21,12 @@ from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.pipeline.queue import JobQueue
 from sluice.pipeline.queue.replies import Replies
 from sluice.pipeline.queue.rollouts import Rollouts
+from sluice.pipeline.telemetry.spans import Waterfall
+from sluice.pipeline.telemetry.tracing import Tracing
 from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DecodeJob, SequenceResult
 from sluice.producers.gateway.chat import Chat
-from sluice.producers.gateway.decoding import Decoding
+from sluice.producers.gateway.decoding import Decoding, Exported
 from sluice.producers.gateway.images import RequestImages
 from sluice.producers.gateway.infer import Inference
 from sluice.producers.gateway.metrics import Metrics
@@ -50,6 +55,8 @@ class Service:
     responses: StoredResponses
     gate: Gate
     metrics: Metrics
+    tracing: Tracing | None
+    name: str  # of the process
     limits: Limits
     renderer: Renderer
     decode: Callable[[Sequence[int]], str]  # token ids to text without special tokens
@@ -73,14 +80,21 @@ class Service:
 
 
 def make_service(
-    config: Config, client: Redis, keys: Keys, renderer: Renderer, registry: CollectorRegistry | None = None
+    config: Config,
+    client: Redis,
+    keys: Keys,
+    renderer: Renderer,
+    registry: CollectorRegistry | None = None,
+    tracing: Tracing | None = None,
+    name: str = "",
 ) -> Service:
     """The caller must spawn `replies.run` and `decoding.run`; `registry` is the process's. Raises ConfigError."""
     gateway, metrics = config.gateway, Metrics(registry)
     partitions = config.consumer.count
     replies = Replies(client, keys)
     queue = JobQueue(client, keys, partitions=partitions, keep_result_s=config.worker.keep_result_s)
-    decoding = Decoding(queue, replies, gateway.request_timeout_s)
+    exported = None if tracing is None or not tracing.enabled else _exporter(config, tracing, name)
+    decoding = Decoding(queue, replies, gateway.request_timeout_s, exported)
     rollouts = Rollouts(client, keys, partitions=partitions, ttl_s=gateway.rollout_ttl_s)
     parts: dict[str, Any] = {"decoding": decoding, "rollouts": rollouts, "metrics": metrics}
     parser = load_tool_parser(gateway.tool_parser)
@@ -96,12 +110,26 @@ def make_service(
         images=images,
         responses=StoredResponses(client, keys, gateway.rollout_ttl_s),
         gate=Gate(gateway.max_requests, metrics),
+        tracing=tracing,
+        name=name,
         limits=Limits.of_model(config.model.path, images=config.images.max_per_prompt, data_urls=True),
         renderer=renderer,
         decode=text_decoder(renderer),
         token_names=token_namer(renderer),
         **parts,
     )
+
+
+def _exporter(config: Config, tracing: Tracing, name: str) -> Exported:
+    model = Path(config.model.path).name
+
+    def export(job: DecodeJob, results: Sequence[SequenceResult]) -> None:
+        spans = Waterfall(job.job_id, job.trace, model=model)
+        if spans.ref.sampled:
+            spans.answered(results, name, time.time())
+            tracing.send(spans.spans)
+
+    return export
 
 
 _T = TypeVar("_T")

@@ -141,6 +141,7 @@ def _about(
             "decode_s": round(sum(one.timings.get("decode_s", 0.0) for one in results), 4),
             "finished_at": max(one.timings.get("finished_at", 0.0) for one in results),
         },
+        "trace": head.trace or results[0].trace,
         "truth": head.truth if verdict.truth is None else verdict.truth,
         "task": head.task,
         "metadata": {

@@ -120,7 +120,7 @@ def test_every_module_of_ours_that_is_imported_is_there() -> None:
     assert_none(offenders)
 
 
-IMPORTED_EXTRAS = ("data", "accelerate", "lora", "wandb", "vllm", "bench")
+IMPORTED_EXTRAS = ("otel", "data", "accelerate", "lora", "wandb", "vllm", "bench")
 
 
 def test_every_import_is_a_declared_dependency() -> None:

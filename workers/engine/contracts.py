@@ -101,6 +101,7 @@ class SequenceOutput:
     finish_reason: DecodeEnding
     stop_reason: str | int | None = None
     trigger: RepeatTrigger | None = None  # the repeat guard's, if that ended it
+    first_token_at: float = field(default=0.0, compare=False)  # Unix seconds; 0: none was decoded
     fallback: dict[str, str] = field(default_factory=dict)  # wanted, used, reason: set if another backend decoded it
 
     @property

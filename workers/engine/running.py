@@ -39,6 +39,7 @@ class RunningSequence:
         "_watch",
         "eos",
         "finish_reason",
+        "first_token_at",
         "logprob_temperature",
         "narrowed",
         "prompt",
@@ -76,6 +77,7 @@ class RunningSequence:
         self.stop_reason: StopReason = None
         self.trigger: RepeatTrigger | None = None
         self.tokenizer = tokenizer
+        self.first_token_at = 0.0  # Unix seconds, of the first one that is decoded here
         self._limit = sampling.max_new_tokens
         self.eos = facts.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
         self._ends = end_reasons(tokenizer, self.eos, sampling.stop_token_ids, sampling.stop)
@@ -107,6 +109,8 @@ class RunningSequence:
 
         Raises EngineError for a NaN, RequestError for a token that the request excludes.
         """
+        if not self.first_token_at:
+            self.first_token_at = time.time()
         self._take(token, logprob, version)
         request = self.request
         if self.finish_reason is None:
@@ -155,6 +159,7 @@ class RunningSequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             trigger=self.trigger,
+            first_token_at=self.first_token_at,
         )
 
     def _check(self, logprob: float, at: int) -> None:

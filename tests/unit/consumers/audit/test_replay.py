@@ -1,0 +1,184 @@
+"""`sluice replay`: a sequence whose weights changed while it ran, decoded again to the very tokens, or under others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from sluice.consumers.groups import Group
+from sluice.consumers.history.recorder import Recorder
+from sluice.consumers.samples import Sampler
+from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.task import Task, TaskContext
+from sluice.pipeline.cli import main as cli
+from sluice.pipeline.config.types import Config, ModelConfig, PolicyConfig, RolloutMatchingConfig, WorkerConfig
+from sluice.pipeline.queue import seed_for
+from sluice.pipeline.run import provenance
+from sluice.pipeline.wire.messages import SamplingParams, SequenceResult
+from sluice.pipeline.wire.tokens import TokenArray
+from sluice.workers.engine.contracts import SequenceRequest
+from tests.contract.engine_fixtures import started
+from tests.contract.versions import Versions as Directories
+from tests.contract.versions import decode_amid
+from tests.factories import sequence_result
+from tests.tiny_tokenizer import tiny_codec
+
+SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=60)
+PROMPT = list(b"the abc of it")
+TASK = Task("exact_answer", exact_answer.parse, exact_answer.match, exact_answer.target)
+RUN_SEED = 7
+
+
+@pytest.fixture(scope="module")
+def decoded(four_versions: Path) -> SequenceResult:
+    """By a real engine whose weights changed twice amid it, beside a neighbour."""
+    folders = {number: four_versions / f"v{number:06d}" for number in range(4)}
+    # Of these seeds the first whose sequence is long enough for two changes of the weights.
+    with started(folders[0], max_batch=4) as backend:
+        for index in range(8):
+            seeds = [seed_for(RUN_SEED, "r:a", at) for at in (index, index + 100)]
+            requests = [SequenceRequest(f"r:a:{seed}", tuple(PROMPT), SAMPLING, seed) for seed in seeds]
+            output = decode_amid(backend, Directories(folders, {}), [(3, 1), (9, 2)], requests)[0]
+            asyncio.run(backend.load_weights(folders[0], 0))
+            if len(set(output.versions)) == 3:
+                break
+    assert len(set(output.versions)) == 3
+    return sequence_result(
+        "r:a",
+        index,
+        16,
+        prompt_token_ids=TokenArray(output.prompt_token_ids),
+        **output.sampled.columns(),
+        finish_reason=output.finish_reason,
+        sampling=SAMPLING,
+        backend="hf",
+        task="exact_answer",
+        truth="seven",
+        text=output.text,
+    )
+
+
+@pytest.fixture
+def run(four_versions: Path, decoded: SequenceResult, tmp_path: Path) -> Path:
+    """A run's directory with that sequence in its history."""
+    directory = tmp_path / "runs" / "mine"
+    shutil.copytree(four_versions, directory / "weights")
+    config = Config(
+        run="mine",
+        run_dir=str(tmp_path / "runs"),
+        seed=RUN_SEED,
+        model=ModelConfig(path=str(directory / "weights" / "v000000"), device="cpu"),
+        worker=WorkerConfig(torch_threads=1),
+        policy=PolicyConfig(enabled=True, advantage="reward"),
+        rollout_matching=RolloutMatchingConfig(task="exact_answer"),
+    )
+    provenance.store(config, directory)
+    record(config, decoded)
+    return directory
+
+
+def record(config: Config, *results: SequenceResult) -> None:
+    recorder = Recorder(config, 0)
+    context = TaskContext(tiny_codec("bytes"), config.rollout_matching, policy=config.policy)
+    for result in results:
+        group = Group(result.group_id, 1, {(0, 0): replace(result, index=0, group_size=1)}, ["1000-0"])
+        samples, letters = Sampler(TASK, context, config.consumer).samples_of(group)
+        group.members[0, 0] = result
+        recorder.note(group, samples, letters)
+
+    async def write() -> None:
+        await recorder.flush()
+        await recorder.close()
+
+    asyncio.run(write())
+
+
+def call(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["replay", *map(str, arguments)])
+    return int(ended.value.code or 0)
+
+
+def replayed(run: Path, capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:
+    assert call("r:a", "--run", run, "--json", *arguments) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_it_is_decoded_again_to_the_very_tokens(
+    run: Path, decoded: SequenceResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = replayed(run, capsys)
+    assert found["decoded"] == list(decoded.token_ids)
+    assert (found["is_same"], found["first_difference"], found["versions"]) == (True, None, [0, 1, 2])
+    assert found["finish_reason_again"] == decoded.finish_reason
+    assert found["max_difference"] < 1e-4
+    assert [one["version"] for one in found["tokens"]] == decoded.versions.expand()
+    assert all(one["trained"] in (True, None) for one in found["tokens"])
+    assert found["replay_s"] < 5
+    assert found["trace"]["seq_id"] == decoded.seq_id
+
+
+def test_another_version_is_seen_token_by_token(
+    run: Path, decoded: SequenceResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = replayed(run, capsys, "--version", 3)
+    at = found["first_difference"]
+    assert found["under"] == 3
+    assert found["is_same"] is False
+    assert found["decoded"][:at] == list(decoded.token_ids)[:at]
+    assert found["decoded"][at] != decoded.token_ids[at]
+    assert found["max_difference"] > 0.1  # other weights
+    same = replayed(run, capsys, "--version", 0)  # those that began it
+    first = decoded.versions.runs[0][1]
+    assert same["decoded"][:first] == list(decoded.token_ids)[:first]
+    assert call("r:a", "--run", run, "--version", 3, "--tokens", 5) == 0
+    said = capsys.readouterr().out
+    assert f"the first difference is at token {at}" in said
+    assert "more; --tokens shows more of them" in said
+
+
+def test_a_version_that_is_gone_is_named_with_the_key_that_keeps_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run / "weights" / "v000001")
+    assert call("r:a", "--run", run) == 3
+    said = capsys.readouterr().err
+    assert "version 1 is gone, and sampled this sequence" in said
+    assert "weights.retention" in said
+    assert call("r:a", "--run", run, "--version", 9) == 3
+    assert "version 9 is gone" in capsys.readouterr().err
+
+
+def test_a_number_that_is_wrong_shows(run: Path, decoded: SequenceResult, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Config(run="mine", run_dir=str(run.parent), rollout_matching=RolloutMatchingConfig(task="exact_answer"))
+    wrong = list(decoded.token_ids)
+    wrong[4] = (wrong[4] + 1) % 200
+    record(config, replace(decoded, seq_id="r:b:0", group_id="r:b", token_ids=TokenArray(wrong)))
+    assert call("r:b:0", "--run", run) == 1
+    assert "the first difference is at token" in capsys.readouterr().out
+
+
+def test_what_cannot_be_decoded_again_is_compared_and_says_why(
+    run: Path, decoded: SequenceResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config(run="mine", run_dir=str(run.parent), rollout_matching=RolloutMatchingConfig(task="exact_answer"))
+    record(config, replace(decoded, seq_id="talk", group_id="talk", rollout_id="talk", turn=2))
+    assert call("talk", "--run", run) == 0
+    said = capsys.readouterr().out
+    assert "not decoded again (an agent's rollout" in said
+    assert "teacher-forced under the recorded versions; logprobs differ by at most" in said
+    assert call("nobody", "--run", run) == 3
+    assert "no finished sequence 'nobody'" in capsys.readouterr().err
+
+
+def test_its_time_is_drawn(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["trace", "r:a", "--run", str(run)])
+    said = capsys.readouterr().out
+    assert "stage" in said
+    assert "from the queue to the trainer" in said
