@@ -18,8 +18,8 @@ def test_counts_below_one_are_refused(options: dict[str, int]) -> None:
 
 
 def test_an_aim_is_met_at_its_bound_and_missed_beyond_it() -> None:
-    found = aims({"dashboard_p95_ms_max": 150.0, "help_s": 0.31, "metrics_overhead": -0.02})
-    assert [each["met"] for each in found.values()] == [True, False, True]
+    found = aims({"dashboard_p95_ms_max": 150.0, "help_s": 0.31, "metrics_overhead": -0.02, "trace_overhead": 0.02})
+    assert [each["met"] for each in found.values()] == [True, False, True, False]
 
 
 def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> None:
@@ -35,4 +35,7 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> No
     assert found["metrics_overhead"] == pytest.approx(
         1 - found["tok_s_with_metrics"] / found["tok_s_without"], abs=1e-3
     )
+    per_sequence_us = found["spans_per_sequence"] * found["span_cpu_us"]
+    assert found["trace_overhead"] == pytest.approx(per_sequence_us / found["sequence_cpu_us"], rel=0.01)
+    assert 11 < found["spans_per_sequence"] < 14
     assert left_behind(tmp_path) == ["model"]
