@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sluice.consumers.evaluation.answers import FOLDER, evaluations, read_answers
+from sluice.consumers.evaluation.answers import FOLDER, Answer, evaluations, read_answers
 from sluice.consumers.history.curves import LineFile, Score, score_of
-from sluice.demo.evaluator import record
-from sluice.demo.heldout import SEED
+from sluice.demo.heldout import SEED, record
 from sluice.demo.kill_cost import Kill
 from sluice.demo.tasks import DemoTask
 from sluice.pipeline.config import Config
@@ -50,18 +48,10 @@ class Drill:
         self._started = time.monotonic()
         self._problems: Sequence[Any] = ()
 
-    def processes(self) -> dict[str, list[str]]:
-        """An evaluator of the demo's own, where the run has none."""
-        if self.config.eval.data:
-            return {}
-        versions = self.evals.parent / "weights"
-        arguments = [self.task.name, str(versions), str(self.evals), str(self.task.num_followed), str(SEED)]
-        return {"evaluator": [sys.executable, "-m", "sluice.demo.evaluator", *arguments]}
-
     def scores(self) -> list[Score]:
         """Held-out scores so far, as they were written. Others may append theirs to the file: those are left out."""
         self._scores.refresh()
-        if self.config.eval.data and self._record_new():
+        if self._record_new():
             self._scores.refresh()
         return [score for score in self._scores.rows if self.task.metric in score.values]
 
@@ -72,9 +62,10 @@ class Drill:
         new = [one for one in rows if EVALUATED in one.values and one.version not in known]
         files = dict(evaluations(self.evals.parent / FOLDER)) if new else {}
         for one in new:
-            texts = {given.row: given.text for given in read_answers(files[one.version])}
+            given = {answer.row: answer for answer in read_answers(files[one.version])}
             self._problems = self._problems or self.task.heldout(self.task.num_followed, SEED)
-            answers = [texts.get(row, "") for row in range(len(self._problems))]
+            rows = range(len(self._problems))
+            answers = [self.task.answer_of(given.get(row, Answer(row=row, index=0))) for row in rows]
             record(self.task, self.evals, one.version, one.at, self._problems, answers)
         return bool(new)
 

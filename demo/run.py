@@ -22,8 +22,7 @@ from sluice.demo import report
 from sluice.demo.answers import SHOWN
 from sluice.demo.audit import audit, read_summary
 from sluice.demo.drill import Drill
-from sluice.demo.evaluator import record
-from sluice.demo.heldout import SEED, Heldout
+from sluice.demo.heldout import SEED, Heldout, record
 from sluice.demo.kill_cost import KillCost, kill_cost
 from sluice.demo.mid_sequence import mid_sequence
 from sluice.demo.report import Report
@@ -74,8 +73,7 @@ def _run(task: DemoTask, directory: Path, options: Options) -> tuple[int, dict[s
     config = _config(task, directory, warm, options)
     run_dir = Path(config.run_dir) / config.run
     task.write_data(Path(config.data.path), config.data.limit or 1, options.seed + 1)
-    if task.write_heldout is not None:
-        task.write_heldout(Path(config.eval.data), task.num_followed, SEED)
+    task.write_heldout(Path(config.eval.data), task.num_followed, SEED)
     drill = Drill(task, config, run_dir / EVALS, kill=options.kill)
     pipeline_started = time.monotonic()
     try:
@@ -83,7 +81,6 @@ def _run(task: DemoTask, directory: Path, options: Options) -> tuple[int, dict[s
             config,
             title=f"sluice demo · {task.name}",
             watch=drill.watch,
-            extra=drill.processes(),
             command=f"sluice run -c {shlex.quote(str(run_dir))}",
         )
     except Exception:
@@ -141,10 +138,9 @@ def _config(task: DemoTask, directory: Path, warm: Path, options: Options) -> Co
         f"model.path={warm}",
         f"data.path={run_dir / run / 'train.jsonl'}",
         f"worker.count={options.workers}",
+        f"eval.data={run_dir / run / 'heldout' / 'heldout.jsonl'}",
     ]
     overrides += [] if options.prompts is None else [f"data.limit={options.prompts}"]
-    if task.write_heldout is not None:
-        overrides += [f"eval.data={run_dir / run / 'heldout' / 'heldout.jsonl'}"]
     overrides += [f"images.roots=[{run_dir / run}]"] if task.images else []
     config = load_config(task.config_path(), overrides)
     if config.rollout.url is None:

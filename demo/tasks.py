@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sluice.consumers.evaluation.answers import Answer
 from sluice.demo.answers import AnswerView, ProblemView
 from sluice.demo.tiny.warm_start import OnProgress
 from sluice.pipeline.config.suggest import did_you_mean
@@ -52,13 +53,13 @@ class DemoTask:
     made: str  # template of the paragraph that says how it was made
     ensure_warm_start: Callable[[Path, OnProgress], Path]
     write_data: Callable[[Path, int, int], Path]  # path, count, seed
+    write_heldout: Callable[[Path, int, int], Path]  # the same for `eval.data`
     heldout: Callable[[int, int], list[Any]]  # count, seed
     messages: Callable[[Any], list[dict[str, Any]]]
     score: Callable[[Sequence[Any], Sequence[Any]], dict[str, float]]  # answers, problems; holds `metric`
     problem_view: Callable[[Any], ProblemView]
     answer_view: Callable[[Any, Any], AnswerView]  # problem, answer
-    # As write_data, for `eval.data`; None: an evaluator of the demo's own follows the run, as `eval` has no rollouts
-    write_heldout: Callable[[Path, int, int], Path] | None = None
+    answer_of: Callable[[Answer], Any] = lambda answer: answer.text  # as the run's evaluator stores it
     answers: Callable[[Path, Sequence[Any]], Sequence[Any]] | None = None  # model, problems; None: one text each
     images: Callable[[Any], tuple[Any, ...]] | None = None  # PIL images of a problem; None: its prompt has none
     model: str = "Qwen3"  # as the report names it

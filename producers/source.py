@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -39,6 +40,8 @@ from sluice.pipeline.wire.codec import shown
 
 _SAMPLE_BYTES = 1 << 20
 _FIRST_IMAGES = 16
+
+T = TypeVar("T")
 
 
 class Row(ImageRow, frozen=True, kw_only=True):
@@ -289,6 +292,21 @@ def first_rows(config: Config, count: int) -> list[FirstRow]:
             found.append(FirstRow(where=place, messages=row.messages, truth=row.truth, images=refs, metadata=more))
         if len(found) >= count:
             break
+    return found
+
+
+def read_first(config: Config, count: int, make: Callable[[Row], T]) -> list[T]:
+    """What `make` makes of the first `count` rows; DataError for a malformed row, or one for which it raises
+    RequestError.
+    """
+    found: list[T] = []
+    for number, row in enumerate(islice(read_prompts(config), count), 1):
+        if isinstance(row, Malformed):
+            raise row.error()
+        try:
+            found.append(make(row))
+        except RequestError as error:
+            raise DataError(f"{config.data.path}: row {number}: {error}") from error
     return found
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -38,6 +37,7 @@ from sluice.producers.source import (
     SourceProgress,
     count_rows,
     identity,
+    read_first,
     read_prompts,
     stored,
 )
@@ -130,7 +130,7 @@ async def _intake(role: Role, rows: int) -> AsyncGenerator[Intake]:
         return
     from sluice.producers.rollout_client.intake import rollout_intake
 
-    async with rollout_intake(role, role.config.rollout.url) as intake:
+    async with rollout_intake(role) as intake:
         yield intake
 
 
@@ -300,12 +300,5 @@ def first_jobs(config: Config, count: int) -> list[DecodeJob]:
 
     The entry point `sluice.checks: jobs`. Raises DataError for a malformed row, StoreError.
     """
-    writer, found = ImageWriter.of(config), list[DecodeJob]()
-    for number, row in enumerate(islice(read_prompts(config), count), 1):
-        if isinstance(row, Malformed):
-            raise row.error()
-        try:
-            found.append(job_of(config, stored(row, writer), 0))
-        except RequestError as error:
-            raise DataError(f"{config.data.path}: row {number}: {error}") from error
-    return found
+    writer = ImageWriter.of(config)
+    return read_first(config, count, lambda row: job_of(config, stored(row, writer), 0))

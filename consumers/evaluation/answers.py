@@ -30,7 +30,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     row: int  # place of its prompt among the held-out ones
     index: int  # among the prompt's answers
-    text: str = ""
+    text: str = ""  # of a rollout: that of its last turn
+    transcript: str = ""  # of a rollout: all after its prompt, special tokens spelled out
     finish_reason: str = ""
     num_tokens: int = 0
     reward: float | None = None

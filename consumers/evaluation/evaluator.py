@@ -17,17 +17,15 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from hashlib import sha256
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 from msgspec.structs import replace
 
 from sluice.consumers.evaluation.answers import FOLDER, Answer, Answers, prune, summary
+from sluice.consumers.evaluation.questions import Questions, asking, read
 from sluice.consumers.evaluation.results import Result, Results
 from sluice.consumers.groups import Group
 from sluice.consumers.rewards import Refused, Reward, Rewards
@@ -37,23 +35,20 @@ from sluice.consumers.tasks.rollout import answer_ids
 from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.consumers.training.trackers import Trackers
 from sluice.pipeline.broker.ownership import Ownership
-from sluice.pipeline.config.rules import eval_config
 from sluice.pipeline.config.types import Config, PolicyConfig
-from sluice.pipeline.errors import DataError, DeadlineExceeded, MessageError
+from sluice.pipeline.errors import DeadlineExceeded, MessageError
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.queue import NO_LIMIT, JobQueue
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.status.evaluation import store_evaluation
 from sluice.pipeline.status.snapshot import snapshot
-from sluice.pipeline.user_modules import installed
 from sluice.pipeline.weights.registry import WeightsRegistry
-from sluice.pipeline.wire.keys import tagged
-from sluice.pipeline.wire.messages import EVALUATION, VERSION_GONE, DeadLetter, DecodeJob, SequenceResult, decode
+from sluice.pipeline.wire.messages import VERSION_GONE, DeadLetter, SequenceResult, decode
 from sluice.pipeline.wire.waits import WaitKind
 
 _PAGE, _POLL_S, _BLOCK_MS = 128, 0.2, 200
 _LOST_S = 10.0  # without an answer: are the jobs still there?
 _MIXED = "mixed_versions"
+_NOT_SAMPLED = -1  # the version of tool output, and of a forced end
 _OVER = ("finished", "stopped")  # the trainer's last words
 _MOST_TOKENS = 2**31 - 1
 
@@ -69,7 +64,7 @@ async def evaluate(config: Config) -> None:
     if not config.eval.data:
         get_logger().info("eval.data is not set: nothing is held out")
         return
-    questions = await asyncio.to_thread(read_questions, config)
+    rows = await asyncio.to_thread(read, config)
     task, context = open_task(config)
     rewards = Rewards(config.rollout_matching, context.codec)
     try:
@@ -77,20 +72,11 @@ async def evaluate(config: Config) -> None:
             owner = Ownership(role.client, role.keys, "evaluator")
             await owner.acquire(deadline_s=60, waiting=role.status.waiting)
             role.spawn(owner.keep())
-            async with Trackers(config, part="eval") as trackers:
+            async with Trackers(config, part="eval") as trackers, asking(role, rows) as questions:
                 await Evaluator(role, owner, questions, Judge(config, task, context, rewards), trackers).run()
             await owner.release()
     finally:
         rewards.close()
-
-
-def read_questions(config: Config) -> list[DecodeJob]:
-    """A job for each held-out prompt, without its version. Blocks; raises DataError."""
-    read = cast("Any", installed("sluice.checks", "jobs"))
-    found = cast("list[DecodeJob]", read(eval_config(config), sys.maxsize))
-    if not found:
-        raise DataError(f"{config.eval.data}: no rows; name held-out prompts in eval.data, or leave it out")
-    return found
 
 
 class Judge:
@@ -121,6 +107,7 @@ class Judge:
             row=place[0],
             index=place[1],
             text=self._codec.decode(answer_ids(result, self._codec)),
+            transcript="" if result.rollout_id is None else self._codec.decode(result.token_ids),
             finish_reason=result.finish_reason,
             num_tokens=len(result.token_ids),
             reward=samples[0].reward,
@@ -131,14 +118,11 @@ class Judge:
 class Evaluator:
     """The run's only evaluator."""
 
-    def __init__(
-        self, role: Role, owner: Ownership, questions: Sequence[DecodeJob], judge: Judge, trackers: Trackers
-    ) -> None:
+    def __init__(self, role: Role, owner: Ownership, questions: Questions, judge: Judge, trackers: Trackers) -> None:
         self._role, self._owner, self._judge, self._trackers = role, owner, judge, trackers
         self._config, self._options = role.config, role.config.eval
-        self._questions, self._digest = questions, _digest(questions)
+        self._questions = questions
         self._client: Any = role.client
-        self._queue = JobQueue(role.client, role.keys, partitions=role.config.consumer.count)
         self._registry = WeightsRegistry(role.client, role.keys)
         self._dir = Path(role.config.run_dir) / role.config.run
         self._results = Results(self._dir, self._options)
@@ -195,9 +179,8 @@ class Evaluator:
 
     async def _evaluate(self, version: int) -> None:
         started = time.monotonic()
-        answers = await asyncio.to_thread(Answers, self._dir / FOLDER, version, self._digest)
-        jobs = {job.job_id: (row, job) for row, job in enumerate(self._jobs(version))}
-        await self._collect(version, answers, jobs)
+        answers = await asyncio.to_thread(Answers, self._dir / FOLDER, version, self._questions.digest)
+        await self._collect(version, answers)
         if self._role.stop.is_set() and len(answers.found) < self._asked:
             return
         values = await asyncio.to_thread(summary, list(answers.found.values()), self._options, self._config.seed)
@@ -217,27 +200,14 @@ class Evaluator:
     def _asked(self) -> int:
         return len(self._questions) * self._options.n
 
-    def _jobs(self, version: int) -> Iterator[DecodeJob]:
-        for row, job in enumerate(self._questions):
-            name = tagged(self._config.run, f"eval-{version}-{row}-{self._digest}")
-            yield replace(
-                job,
-                job_id=name,
-                priority=self._options.priority,
-                pinned_version=version,
-                reply_to=EVALUATION,
-                metadata={**job.metadata, "evaluated": version},
-            )
-
-    async def _collect(self, version: int, answers: Answers, jobs: Mapping[str, tuple[int, DecodeJob]]) -> None:
-        """Enqueue what isn't answered, and store the answers, until all are there or a stop is requested."""
-        waiting = [job for _, job in jobs.values()]
-        at_work: dict[str, DecodeJob] = {}
+    async def _collect(self, version: int, answers: Answers) -> None:
+        """Ask what isn't answered, and store the answers, until all are there or a stop is requested."""
+        rows = {self._questions.name(version, row): row for row in range(len(self._questions))}
+        waiting, at_work = list(rows.values()), list[int]()
         heard = asked = time.monotonic()
         while not self._role.stop.is_set():
-            taken = await self._take(version, answers, jobs)
-            waiting = [job for job in waiting if self._missing(answers, jobs[job.job_id][0])]
-            at_work = {name: job for name, job in at_work.items() if self._missing(answers, jobs[name][0])}
+            taken = await self._take(version, answers, rows)
+            waiting, at_work = ([row for row in some if self._missing(answers, row)] for some in (waiting, at_work))
             self._state = replace(self._state, running=version, answered=len(answers.found), asked=self._asked)
             await self._store()
             if not waiting and not at_work:
@@ -253,14 +223,13 @@ class Evaluator:
                 )
             if now - asked > _LOST_S:  # a broker that lost its last seconds may have lost some of them
                 asked = now
-                await self._enqueue(list(at_work.values()))
+                await self._ask(version, at_work)
             room = self._options.max_in_flight - len(at_work) * self._options.n
             count = max(room // self._options.n, 0 if at_work else 1)
             if chunk := waiting[:count]:
-                await self._enqueue(chunk)
-                at_work |= {job.job_id: job for job in chunk}
-                waiting = waiting[count:]
-            left = sum(self._missing(answers, jobs[name][0]) for name in at_work)
+                await self._ask(version, chunk)
+                at_work, waiting = at_work + chunk, waiting[count:]
+            left = sum(self._missing(answers, row) for row in at_work)
             self._role.status.waiting(WaitKind.ANSWERS, f"v{version}", left)
             await self._client.xread({self._role.keys.evaluated: "0-0"}, count=1, block=_BLOCK_MS)
         self._role.status.waiting(None)
@@ -268,19 +237,17 @@ class Evaluator:
     def _missing(self, answers: Answers, row: int) -> int:
         return sum((row, index) not in answers.found for index in range(self._options.n))
 
-    async def _enqueue(self, jobs: Sequence[DecodeJob]) -> None:
-        outcomes = await self._queue.enqueue(jobs, NO_LIMIT)
-        done = [job for job, outcome in zip(jobs, outcomes, strict=True) if outcome == "done"]
+    async def _ask(self, version: int, rows: Sequence[int]) -> None:
+        done = await self._questions.ask(version, rows)
         if not done:
             return
         if await self._client.xlen(self._role.keys.evaluated):
             return  # its answers may be there, and are read first
         get_logger().warning("answers to held-out prompts were lost; asking again", prompts=len(done))
-        for job in done:
-            await self._queue.forget(job.job_id, job.n)
-        await self._queue.enqueue(done, NO_LIMIT)
+        await self._questions.forget(version, done)
+        await self._questions.ask(version, done)
 
-    async def _take(self, version: int, answers: Answers, jobs: Mapping[str, tuple[int, DecodeJob]]) -> int:
+    async def _take(self, version: int, answers: Answers, rows: Mapping[str, int]) -> int:
         """Store the answers that are in the stream; returns how many entries there were."""
         stream = self._role.keys.evaluated
         entries = cast("list[tuple[bytes, dict[bytes, bytes]]]", await self._client.xrange(stream, count=_PAGE))
@@ -291,18 +258,18 @@ class Evaluator:
         failed: list[Answer] = []
         for entry_id, fields in entries:
             try:
-                place, one = _read(fields, jobs)
+                place, one = _read(fields, rows, self._options.n)
             except (MessageError, KeyError, ValueError) as error:
                 get_logger().warning("not an answer to what was asked; discarded", entry=entry_id, problem=str(error))
                 continue
             if place in answers.found or place in {known for known, _ in found}:
                 continue
             if isinstance(one, DeadLetter):
-                if one.reason == VERSION_GONE:
+                if one.reason == VERSION_GONE or await self._registry.get(version) is None:
                     raise await self._cut(version, answers)
                 get_logger().warning("a held-out prompt was not answered", sequence=one.seq_id, reason=one.reason)
                 failed.append(Answer(row=place[0], index=place[1], failed=one.reason))
-            elif any(each != version for each in one.versions):
+            elif any(each not in (version, _NOT_SAMPLED) for each in one.versions):
                 get_logger().error(
                     "not decoded under its version alone", sequence=one.seq_id, versions=set(one.versions)
                 )
@@ -317,8 +284,7 @@ class Evaluator:
 
     async def _cut(self, version: int, answers: Answers) -> _Cut:
         await asyncio.to_thread(answers.remove)
-        ids = [job.job_id for job in self._jobs(version)]
-        await self._queue.cancel(ids)
+        await self._questions.cancel(version)
         await self._client.delete(self._role.keys.evaluated)
         self._state = self._results.state()
         await self._store()
@@ -333,21 +299,9 @@ class Evaluator:
         )
 
 
-def _read(
-    fields: Mapping[bytes, bytes], jobs: Mapping[str, tuple[int, DecodeJob]]
-) -> tuple[Place, SequenceResult | DeadLetter]:
-    row, job = jobs[fields[b"g"].decode()]
-    index = int(fields[b"i"])
-    if not 0 <= index < job.n:
-        raise ValueError(f"index {index} of {job.n} answers")
+def _read(fields: Mapping[bytes, bytes], rows: Mapping[str, int], n: int) -> tuple[Place, SequenceResult | DeadLetter]:
+    row, index = rows[fields[b"g"].decode()], int(fields[b"i"])
+    if not 0 <= index < n:
+        raise ValueError(f"index {index} of {n} answers")
     one = decode(SequenceResult, fields[b"r"]) if b"r" in fields else decode(DeadLetter, fields[b"d"])
     return (row, index), one
-
-
-def _digest(questions: Sequence[DecodeJob]) -> str:
-    """Of everything that is asked, and how."""
-    digest = sha256()
-    for job in questions:
-        asked = (job.job_id, job.n, job.messages, job.images, job.sampling, job.truth, job.task)
-        digest.update(msgspec.json.encode(asked) + b"\n")
-    return digest.hexdigest()[:12]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.consumers.tasks.exact_answer import extract, read_answer
+from sluice.demo.tiny.tokenizer import TURN_END, TURN_START
 from sluice.demo.tools.data import messages_of, truth_of
 from sluice.demo.tools.problems import Problem
 from sluice.pipeline.config.types import RolloutServerConfig
@@ -83,6 +84,24 @@ async def _use_tools(box: ToolBox, going: Sequence[Conversation]) -> None:
     for one in going:
         if not one.ended:
             one.messages += await box.run(one.messages[-1]["tool_calls"])
+
+
+def conversation_of(transcript: str) -> Conversation:
+    """What the run's evaluator stored of a rollout: all turns after the problem; of a failed one nothing."""
+    found = Conversation([{"role": "assistant", "content": ""}])
+    if not transcript:
+        return found
+    found.messages, waiting = [], list[str]()
+    for turn in f"assistant\n{transcript}".split(TURN_START):
+        role, _, said = turn.partition("\n")
+        said = said.partition(TURN_END)[0]
+        if role == "assistant":
+            found.messages.append(assistant_message(Hermes()(said), str(found.num_turns)))
+            waiting = [call["id"] for call in found.messages[-1].get("tool_calls") or ()]
+            found.num_turns, found.ended = found.num_turns + 1, not waiting
+        elif waiting:
+            found.messages.append({"role": "tool", "tool_call_id": waiting.pop(0), "content": said})
+    return found
 
 
 def is_right(answer: str, problem: Problem) -> bool:

@@ -10,13 +10,17 @@ from statistics import fmean
 from sluice.demo.answers import AnswerView, ProblemView, shortened
 from sluice.demo.tasks import DemoTask, RolloutLine
 from sluice.demo.tools.data import messages_of, write_jsonl
-from sluice.demo.tools.evaluate import MAX_NEW_TOKENS, Conversation, accuracy, converse, is_right
+from sluice.demo.tools.evaluate import MAX_NEW_TOKENS, Conversation, accuracy, conversation_of, converse, is_right
 from sluice.demo.tools.problems import Problem, problems
 from sluice.demo.tools.warm_start import ensure_warm_start
 
 
 def _write(path: Path, count: int, seed: int) -> Path:
     return write_jsonl(path, "train", count, seed)
+
+
+def _write_heldout(path: Path, count: int, seed: int) -> Path:
+    return write_jsonl(path, "heldout", count, seed)
 
 
 def _heldout(count: int, seed: int) -> list[Problem]:
@@ -74,12 +78,14 @@ TASK = DemoTask(
     made="tools.html.j2",
     ensure_warm_start=lambda cache, on_progress: ensure_warm_start(cache, on_progress=on_progress),
     write_data=_write,
+    write_heldout=_write_heldout,
     heldout=_heldout,
     messages=messages_of,
     score=_score,
     problem_view=_problem_view,
     answer_view=_answer_view,
     answers=converse,
+    answer_of=lambda answer: conversation_of(answer.transcript),
     also=("turns",),
     calls_leave_no_log=True,
 )

@@ -364,10 +364,6 @@ def _evaluation_and_others(config: Config) -> Iterator[tuple[bool, str]]:
         f"eval.data is data.path ({one.data}): prompts that are trained on are not held out; name another file",
     )
     yield (
-        not one.data or config.rollout.url is None,
-        "eval.data with rollout.url: an evaluation decodes single prompts, not rollouts of an agent; leave one out",
-    )
-    yield (
         not one.data or not config.deterministic,
         "eval.data with deterministic: an evaluation loads a version while rollouts need another; leave one out",
     )

@@ -4,6 +4,7 @@
                                drop ────▶ tombstone, dropped(reason)
 
 - A rollout counts as enqueued once opened, so an open one keeps the run from ending.
+- One of an evaluation takes no credit and counts in nothing but `evaluated`; its end goes to the evaluator.
 - Its turns count in `bytes`; at its end they are subtracted, and the bytes of its results are added.
 - Calls after the end return `closed` for `keep_s` seconds.
 - Every call is idempotent: after a lost answer it can be repeated.
@@ -33,6 +34,7 @@ from sluice.pipeline.broker.scripts.rollouts import (
     RolloutNames,
     SweepRollouts,
 )
+from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import MessageError, UnknownSchema
 from sluice.pipeline.queue.types import NO_LIMIT, Credit, Outcome, SourceRewound
 from sluice.pipeline.wire.codec import Unreadable, integer, integer_or, shown
@@ -107,10 +109,17 @@ class Rollouts:
             dropped=keys.dropped,
             source=keys.source,
             open=keys.rollouts,
+            evaluated=keys.evaluated,
+            open_evaluated=keys.evaluated_rollouts,
             rollout_of=keys.rollout,
             ttl_ms=int(ttl_s * 1000),
             keep_ms=int(keep_s * 1000),
         )
+
+    @classmethod
+    def of(cls, client: Redis, keys: Keys, config: Config) -> Rollouts:
+        """As this run's processes read and write them."""
+        return cls(client, keys, partitions=config.consumer.count, ttl_s=config.gateway.rollout_ttl_s)
 
     async def open(
         self, heads: Sequence[RolloutHead], credit: Credit = NO_LIMIT, cursors: Sequence[str] = (), *, behind: str = ""
@@ -129,6 +138,7 @@ class Rollouts:
                 index=head.index,
                 size=head.group_size,
                 cursor=cursors[i] if cursors else "",
+                evaluated="" if head.pinned_version is None else "1",
             )
             for i, head in enumerate(heads)
         ]
@@ -230,8 +240,16 @@ class Rollouts:
         detail = f"no call for {self._ttl_s:g} s, and it was not finished"
         return await self._scripts.ask(self._names, SweepRollouts(most=_SWEPT, detail=detail))
 
+    async def is_open(self, rollout_id: str) -> bool:
+        return await self._client.hget(f"{self._keys.rollout}{rollout_id}", "state") == b"open"
+
+    async def forget(self, rollout_id: str) -> None:
+        """A closed one may be opened again."""
+        if not await self.is_open(rollout_id):
+            await self._client.delete(f"{self._keys.rollout}{rollout_id}")
+
     async def still_open(self) -> list[RolloutHead]:
-        """The open ones, longest idle first."""
+        """The open ones, longest idle first, without those of an evaluation."""
         ids = cast("list[bytes]", await self._client.zrange(self._keys.rollouts, 0, -1))
         heads: list[RolloutHead] = []
         for start in range(0, len(ids), _PAGE):

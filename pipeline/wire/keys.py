@@ -16,6 +16,7 @@ ARQ_ABORT = "arq:abort"
 RESULT_GROUP = "consumers"
 BATCH_GROUP = "trainer"
 SCORE_GROUP = "scorers"
+_EVALUATED = "eval-"
 
 _TYPES = {
     "zset": ("jobs", "leases", "alone", "alone:turns", "rollouts", "aborts"),
@@ -36,6 +37,21 @@ def type_of(key: str) -> str | None:
 def tagged(run: str, name: str) -> str:
     """The id of a run's job, with the run's tag."""
     return f"{{{run}}}:{name}"
+
+
+def evaluated_job(run: str, version: int, row: int, questions: str) -> str:
+    """The id of the job that answers a held-out row under a version; `questions`: a digest of all that is asked."""
+    return tagged(run, f"{_EVALUATED}{version}-{row}-{questions}")
+
+
+def evaluated_group(run: str, version: int, row: int, questions: str) -> str:
+    """The same of a group of rollouts, whose ids appear in URLs: without braces."""
+    return f"{run}:{_EVALUATED}{version}-{row}-{questions}"
+
+
+def is_evaluated_rollout(run: str, rollout_id: str) -> bool:
+    """Whether only the run's evaluator opens rollouts of this id."""
+    return rollout_id.startswith(f"{run}:{_EVALUATED}")
 
 
 def run_of(job_id: str) -> str:
@@ -89,8 +105,9 @@ class Keys:
         # + mailbox:<reply_to> → list for one caller: TokenDeltas, and ids of sequences that ended, expires
         self.replies = f"{self.prefix}reply:"
         self.rollouts = f"{self.prefix}rollouts"  # zset: open rollout id → ms when it counts as abandoned
+        self.evaluated_rollouts = f"{self.prefix}rollouts:evaluated"  # the same of those of an evaluation
         # + rollout id → hash: state (open | closed), head, stream, g, i, n, bytes, turns (how many), turn:<place>,
-        # t:<turn key> (its place); if closed only state, g, i, n, and it expires
+        # t:<turn key> (its place), e (it is of an evaluation); if closed only state, g, i, n, and it expires
         self.rollout = f"{self.prefix}rollout:"
         # + conversation → hash: m:<digest> (a message and the digest before it), r:<response> (digest of its answer),
         # rollout; expires

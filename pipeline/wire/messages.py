@@ -484,6 +484,8 @@ class RolloutHead(Wire, frozen=True, kw_only=True, tag="rollout"):
     request: dict[str, Any] = {}  # the producer's request, so that it can be sent again
     opened_at: float = 0.0  # Unix s, stamped on opening
     trace: dict[str, str] = {}  # W3C trace context: the parent of its turns
+    pinned_version: int | None = None  # of an evaluation: decoded under this one, and its end goes to the evaluator
+    priority: int = 0  # of its turns
 
     def __post_init__(self) -> None:
         if not self.rollout_id.strip() or len(self.rollout_id) > MAX_ID:

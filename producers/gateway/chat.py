@@ -30,8 +30,8 @@ from sluice.pipeline.prompts.chat_template import RESERVED, has_variable
 from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
 from sluice.pipeline.thread_pool import ThreadPool
-from sluice.pipeline.wire.keys import tagged
-from sluice.pipeline.wire.messages import DecodeJob, Message, SamplingParams, SequenceResult, TokenDelta
+from sluice.pipeline.wire.keys import is_evaluated_rollout, tagged
+from sluice.pipeline.wire.messages import EVALUATION, DecodeJob, Message, SamplingParams, SequenceResult, TokenDelta
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.producers.gateway.completion import Answer
 from sluice.producers.gateway.decoding import Decoding
@@ -251,6 +251,9 @@ class Chat:
             rollout_id=rollout_id,
             turn=plan.depth,
             task=rollout.head.task,
+            priority=rollout.head.priority,
+            pinned_version=(pinned := rollout.head.pinned_version),
+            reply_to=self._name if pinned is None else f"{EVALUATION}:{self._name}",
         )
         result: SequenceResult | None = None
         async with aclosing(self._decoding.events(job, until)) as events:
@@ -266,7 +269,11 @@ class Chat:
         yield _answer(request, turns, place, resynced=plan.added.resynced)
 
     async def _open(self, rollout_id: str) -> Rollout:
-        """Open the rollout for a caller that hasn't. Raises Refusal if it was closed in the meantime."""
+        """Open the rollout for a caller that hasn't. Raises Refusal if it was closed in the meantime, and for one of an
+        evaluation, which a broker has lost: it would be trained.
+        """
+        if is_evaluated_rollout(self._config.run, rollout_id):
+            raise unknown(rollout_id)
         head = RolloutHead.alone(rollout_id, task=self._config.rollout_matching.task)
         opened = (await self._rollouts.open([head])) == ["enqueued"]
         self._metrics.rollouts.labels("opened").inc(opened)
@@ -338,9 +345,8 @@ class Chat:
             sampling=sampling,
             deadline_s=gateway.request_timeout_s,
             adapter=request.model if request.model in self._config.worker.adapters else "",
-            reply_to=self._name,
             stream_every=gateway.stream_tokens if request.stream else 0,
-            **fields,
+            **{"reply_to": self._name, **fields},
         )
 
     def _message(self, request: Asked, result: SequenceResult, key: str) -> Message:

@@ -95,7 +95,7 @@ def make_service(
     queue = JobQueue(client, keys, partitions=partitions, keep_result_s=config.worker.keep_result_s)
     exported = None if tracing is None or not tracing.enabled else _exporter(config, tracing, name)
     decoding = Decoding(queue, replies, gateway.request_timeout_s, exported)
-    rollouts = Rollouts(client, keys, partitions=partitions, ttl_s=gateway.rollout_ttl_s)
+    rollouts = Rollouts.of(client, keys, config)
     parts: dict[str, Any] = {"decoding": decoding, "rollouts": rollouts, "metrics": metrics}
     parser = load_tool_parser(gateway.tool_parser)
     images = RequestImages(config, model_takes_images=bool(renderer.placeholders))

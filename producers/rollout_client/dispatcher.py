@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 from zlib import crc32
 
@@ -105,9 +105,9 @@ class Dispatcher:
 
     async def _closed(self, head: RolloutHead, until: float) -> None:
         """Wait until the gateway has closed it. If its server forgot it, or the answer never came, ask again."""
-        loop, client = asyncio.get_running_loop(), cast(Any, self._role.client)
+        loop = asyncio.get_running_loop()
         due = loop.time() + _ASK_AFTER_S
-        while await client.zscore(self._role.keys.rollouts, head.rollout_id) is not None:
+        while await self._rollouts.is_open(head.rollout_id):
             if loop.time() > until:
                 raise PeerSilent(f"{self._server.url} never completed it within {self._config.timeout_s:g} s")
             if loop.time() > due:

@@ -25,7 +25,7 @@ from sluice.pipeline.run.role import Role
 from sluice.pipeline.wire.messages import ImageRef, Message
 from sluice.producers.rollout_client.dispatcher import Dispatcher, gateway_urls
 from sluice.producers.rollout_client.peer import GATEWAY_KEY, SERVER_KEY, Peer, peer_session
-from sluice.producers.source import Row, identity
+from sluice.producers.source import Row, identity, read_first
 
 
 class RolloutIntake:
@@ -66,20 +66,47 @@ class RolloutIntake:
         return False
 
 
+def first_heads(config: Config, count: int) -> list[list[RolloutHead]]:
+    """The groups of the first `count` rows, as a run would open them; images' bytes are then in the run's store.
+
+    The entry point `sluice.checks: heads`. Blocks, not on an event loop; raises DataError for a malformed row,
+    StoreError.
+    """
+    writer = ImageWriter.of(config)
+    return read_first(config, count, lambda row: heads_of(config, row, 0, writer))
+
+
 @contextlib.asynccontextmanager
-async def rollout_intake(role: Role, url: str) -> AsyncGenerator[RolloutIntake]:
+async def evaluated_rollouts(role: Role, rollouts: Rollouts) -> AsyncGenerator[Dispatcher]:
+    """Requests the rollouts of an evaluation, once both peers are up; at the end open ones stay open.
+
+    The entry point `sluice.rollouts: evaluated`. Raises DeadlineExceeded, ConfigError.
+    """
+    async with _dispatcher(role, rollouts) as (dispatcher, _):
+        yield dispatcher
+
+
+@contextlib.asynccontextmanager
+async def rollout_intake(role: Role) -> AsyncGenerator[RolloutIntake]:
     """Waits for the peers, requests what an earlier producer left open, and leaves open rollouts open at the end."""
-    config = role.config
-    gateway_url = gateway_urls(config)[0]
-    rollouts = Rollouts(role.client, role.keys, partitions=config.consumer.count, ttl_s=config.gateway.rollout_ttl_s)
+    rollouts = Rollouts.of(role.client, role.keys, role.config)
+    async with _dispatcher(role, rollouts) as (dispatcher, is_up):
+        if is_up:
+            dispatcher.ask(await rollouts.still_open())
+        yield RolloutIntake(role, rollouts, dispatcher)
+
+
+@contextlib.asynccontextmanager
+async def _dispatcher(role: Role, rollouts: Rollouts) -> AsyncGenerator[tuple[Dispatcher, bool]]:
+    """With whether both peers are up; False when asked to stop."""
+    config, url, gateway_url = role.config, str(role.config.rollout.url), gateway_urls(role.config)[0]
     session = peer_session(url, gateway_url, timeout_s=config.rollout.timeout_s, pool=2 * config.rollout.max_concurrent)
     async with session, asyncio.TaskGroup() as tasks:
         server = Peer(session, "the rollout server", url, SERVER_KEY)
         dispatcher = Dispatcher(role, rollouts, server, Peer(session, "the gateway", gateway_url, GATEWAY_KEY), tasks)
-        if await dispatcher.wait_for_peers():
-            dispatcher.ask(await rollouts.still_open())
+        is_up = await dispatcher.wait_for_peers()
         try:
-            yield RolloutIntake(role, rollouts, dispatcher)
+            yield dispatcher, is_up
         finally:
             dispatcher.leave()
 

@@ -13,7 +13,8 @@ import pytest
 from msgspec.structs import replace
 
 from sluice.consumers.evaluation.answers import FOLDER, Answer, evaluations, read_answers
-from sluice.consumers.evaluation.evaluator import Evaluator, Judge, read_questions
+from sluice.consumers.evaluation.evaluator import Evaluator, Judge
+from sluice.consumers.evaluation.questions import asking, read
 from sluice.consumers.rewards import Rewards
 from sluice.consumers.tasks.registry import open_task
 from sluice.consumers.training.trackers import Trackers
@@ -67,20 +68,21 @@ async def evaluating(config: Config) -> AsyncIterator[asyncio.Task[None]]:
     """It runs until the block ends, or until it ends itself."""
     task, context = open_task(config)
     rewards = Rewards(config.rollout_matching, context.codec)
-    questions = await asyncio.to_thread(read_questions, config)
+    rows = await asyncio.to_thread(read, config)
     async with role_of(config, "evaluator", "e") as role, Trackers(config, part="eval") as trackers:
         owner = Ownership(role.client, role.keys, "evaluator")
         await owner.acquire(20, role.status.waiting)
-        running = asyncio.create_task(
-            Evaluator(role, owner, questions, Judge(config, task, context, rewards), trackers).run()
-        )
-        try:
-            yield running
-        finally:
-            running.cancel()
-            await asyncio.wait({running})
-            rewards.close()
-            await owner.release()
+        async with asking(role, rows) as questions:
+            running = asyncio.create_task(
+                Evaluator(role, owner, questions, Judge(config, task, context, rewards), trackers).run()
+            )
+            try:
+                yield running
+            finally:
+                running.cancel()
+                await asyncio.wait({running})
+                rewards.close()
+                await owner.release()
 
 
 def results(config: Config) -> list[dict[str, Any]]:
@@ -169,7 +171,7 @@ async def test_greedy_answers_are_those_of_the_version_alone(
 
 _OF = "sluice.consumers.evaluation"
 CUTS = [
-    (f"{_OF}.evaluator.Evaluator._enqueue", 1),
+    (f"{_OF}.evaluator.Evaluator._ask", 1),
     (f"{_OF}.evaluator.Judge.of", 1),
     (f"{_OF}.answers.Answers.add", 2),
     (f"{_OF}.evaluator.Evaluator._store", 4),

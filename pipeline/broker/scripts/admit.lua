@@ -1,10 +1,10 @@
 -- Put a job into the queue: payload, state, place in the line.
 
 -- Returns the bytes it holds until it ends.
--- mailbox: '' = its results are trained on; EVALUATION: neither that nor counted against the credit
+-- mailbox: '' = its results are trained on; that of an evaluation: neither that nor counted against the credit
 local function admit(id, payload, n, score, at, expires, call, mailbox)
   redis.call('SET', payload_of .. id, payload)
-  local held = mailbox == EVALUATION and 0 or #payload
+  local held = asker_of(mailbox) and 0 or #payload
   local fields = { 'n', n, 'score', score, 'at', at, 'bytes', held }
   if expires then fields[#fields + 1] = 'expires'; fields[#fields + 1] = expires end
   if call ~= '' then fields[#fields + 1] = 'call'; fields[#fields + 1] = call end

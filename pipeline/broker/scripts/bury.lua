@@ -3,7 +3,7 @@
 -- stream.
 -- Each missing index leaves a tombstone in the result stream, so its group completes. If the job has a mailbox, its
 -- caller is answered instead; dropped, it leaves the counts like any call that was answered. A sequence of an
--- evaluation only counts as evaluated, with the reason.
+-- evaluation only counts as evaluated, with the reason; a turn of an evaluated rollout isn't counted.
 -- how: {ending = 'dead' | 'dropped', reason, detail, traceback, worker, shown = the id in readable form,
 --       log = including the attempt that ended it}. Returns the number of sequences.
 local function bury(id, how)
@@ -13,7 +13,7 @@ local function bury(id, how)
   local n, attempt, now = tonumber(f[1] or 1), tonumber(f[2] or 0), now_ms()
   local content, shown = in_reach(id) and payload(id) or '', how.shown or id
   local stream, buried, bytes = stream_of(id), 0, -tonumber(f[4] or 0)
-  local is_evaluated = f[7] == EVALUATION
+  local is_evaluated, caller = asker_of(f[7])
   local holds_it_since = not how.log and f[9] and f[10]
   local log = logged(how.log or f[8], holds_it_since, attempt, f[11] or how.worker, now, 'x', how.reason)
   log = from_the_start(f[3], log)
@@ -25,7 +25,7 @@ local function bury(id, how)
         at = now / 1000,
       })
       if is_evaluated then
-        evaluate(id, index, 'd', letter)
+        if not caller then evaluate(id, index, 'd', letter) end
       elseif how.ending == 'dead' then
         local first = buried == 0 and content or ''
         redis.call('XADD', dead, '*', 'd', letter, 'g', shown, 'i', index, 'n', n, 'p', first, 'l', log)
@@ -33,8 +33,8 @@ local function bury(id, how)
       elseif not f[7] then
         redis.call('XADD', dropped, 'MAXLEN', '~', DROPPED_KEPT, '*', 'd', letter)
       end
-      if f[7] and not is_evaluated then
-        reply(f[7], id, index, letter)
+      if caller then
+        reply(caller, id, index, letter)
       elseif not f[5] and not is_evaluated then
         redis.call('XADD', stream, '*', 'd', letter, 'g', id, 'i', index, 'n', n, 'l', log)
         bytes = bytes + #letter
@@ -43,8 +43,10 @@ local function bury(id, how)
     end
   end
   if is_evaluated then
-    count('evaluated', buried)
-    count('evaluated:' .. how.reason, buried)
+    if not caller then
+      count('evaluated', buried)
+      count('evaluated:' .. how.reason, buried)
+    end
     count('evaluating', -1)
   elseif f[7] and how.ending == 'dropped' then
     count('replied', buried)

@@ -27,11 +27,12 @@ for i = FIRST + 1, #ARGV, 7 do
     elseif stored > far then -- it starts again
       redis.call('HSET', state, 'far:' .. index, stored)
     end
-    if f[5] ~= EVALUATION then
+    local is_evaluated, caller = asker_of(f[5])
+    if not is_evaluated then
       redis.call('HINCRBY', state, 'bytes', grown)
       bytes = bytes + grown
-      if f[5] and ARGV[i + 6] ~= '' then tell(f[5], ARGV[i + 6]) end
     end
+    if caller and ARGV[i + 6] ~= '' then tell(caller, ARGV[i + 6]) end
     out[#out + 1] = 'ok'
   end
 end

@@ -24,13 +24,13 @@ for i = FIRST + 1, #ARGV, 6 do
     called, bytes = called + n, bytes - tonumber(f[6])
     out[#out + 1] = 'ok'
   else
-    local is_evaluated = f[9] == EVALUATION
-    if is_evaluated then
+    local is_evaluated, caller = asker_of(f[9])
+    if is_evaluated and not caller then
       evaluate(id, index, 'r', result)
       num_evaluated = num_evaluated + 1
-    elseif f[9] then
-      reply(f[9], id, index, result)
-      replied = replied + 1
+    elseif caller then
+      reply(caller, id, index, result)
+      if not is_evaluated then replied = replied + 1 end
     else
       local log = ''
       if ndone >= n then log = from_the_start(f[7], logged(f[10], f[11], f[2], f[12], now, 'x', 'committed')) end

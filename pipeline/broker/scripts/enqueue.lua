@@ -1,4 +1,4 @@
--- needs: names line admit credit
+-- needs: names line reply admit credit
 -- Admit jobs in order until the credit is used up.
 -- ARGV max_in_flight max_bytes samples_per_version max_staleness cursor_before('' = none)
 --      then per job: id payload n priority defer_ms deadline_ms(0 = none) cursor('' = none) call('' = decode)
@@ -26,7 +26,7 @@ for k = 1, total do
     local score = defer > 0 and now + defer or place(tonumber(ARGV[i + 3]))
     local expires = deadline > 0 and now + deadline or nil
     local held = admit(id, payload, n, score, math.floor(now), expires, ARGV[i + 7], ARGV[i + 8])
-    if ARGV[i + 8] == EVALUATION then
+    if asker_of(ARGV[i + 8]) then
       evaluating = evaluating + 1
     else
       take_credit(credit, n, held)

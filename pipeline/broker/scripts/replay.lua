@@ -1,4 +1,4 @@
--- needs: names line admit unbury
+-- needs: names line reply admit unbury
 -- Send dead letters of one job back to the queue as a new job. It counts as enqueued; credit doesn't hold it back.
 -- The new id has never been used, so a repeat of this call recognises itself.
 -- ARGV id payload n priority deadline_ms(0 = none) call('' = decode, '?' = the worker finds out: settle.lua)

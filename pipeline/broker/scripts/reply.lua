@@ -11,6 +11,14 @@ local function tell(mailbox, word)
   redis.call('PEXPIRE', list, REPLY_KEPT_MS)
 end
 
+-- What a job's mailbox says: whether it is of an evaluation, and whom its results answer; nil: nobody waits for them.
+local function asker_of(mailbox)
+  if not mailbox or mailbox == '' then return false, nil end
+  if mailbox == EVALUATION then return true, nil end
+  local caller = string.match(mailbox, '^' .. EVALUATION .. ':(.*)$') -- a turn of an evaluated rollout
+  return caller ~= nil, caller or mailbox
+end
+
 -- One sequence of an evaluation ended. kind: r(esult) or d(ead letter)
 local function evaluate(id, index, kind, answer)
   redis.call('XADD', evaluated, '*', kind, answer, 'g', id, 'i', index)

@@ -4,12 +4,14 @@
 -- Returns {ok | dup | closed | unknown, the turn's place or -1}
 local id, key, turn = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]
 local rollout = rollout_of .. id
-local f = redis.call('HMGET', rollout, 'state', 'turns', 't:' .. key)
+local f = redis.call('HMGET', rollout, 'state', 'turns', 't:' .. key, 'e')
 local place = tonumber(f[2] or '')
 if f[1] ~= 'open' or not place then return { f[1] == 'closed' and 'closed' or 'unknown', -1 } end
-redis.call('ZADD', open, now_ms() + ttl_ms, id)
+redis.call('ZADD', f[4] and open_evaluated or open, now_ms() + ttl_ms, id)
 if f[3] then return { 'dup', tonumber(f[3]) } end
 redis.call('HSET', rollout, 't:' .. key, place, 'turn:' .. place, turn, 'turns', place + 1)
-redis.call('HINCRBY', rollout, 'bytes', #turn)
-count('bytes', #turn)
+if not f[4] then
+  redis.call('HINCRBY', rollout, 'bytes', #turn)
+  count('bytes', #turn)
+end
 return { 'ok', place }

@@ -1,7 +1,7 @@
 -- needs: rollout_names credit
 -- Open rollouts in order until the credit is used up; the rules are those of enqueue.lua.
 -- ARGV max_in_flight max_bytes samples_per_version max_staleness cursor_before('' = none)
---      then per rollout: id head stream group index size cursor('' = none)
+--      then per rollout: id head stream group index size cursor('' = none) evaluated('' = no: it is trained on)
 -- Returns per rollout: enqueued | duplicate (open) | done (closed) | over_credit; or {rewound, cursor}
 local stored = rewound(source, ARGV[FIRST + 4])
 if stored then return { 'rewound', stored } end
@@ -26,18 +26,24 @@ local function known(id, head, i)
   return 'open'
 end
 
-for i = FIRST + 5, #ARGV, 7 do
+for i = FIRST + 5, #ARGV, 8 do
   local id, head = ARGV[i], ARGV[i + 1]
-  local state = known(id, head, i)
+  local state, is_evaluated = known(id, head, i), ARGV[i + 7] ~= ''
   local outcome = full and 'over_credit' or state == 'open' and 'duplicate' or state and 'done'
-  if not outcome and not admits(credit, 1, #head) then outcome, full = 'over_credit', true end
+  if not outcome and not is_evaluated and not admits(credit, 1, #head) then outcome, full = 'over_credit', true end
   if not outcome then
     redis.call('HSET', rollout_of .. id, 'state', 'open', 'head', head, 'stream', ARGV[i + 2], 'g', ARGV[i + 3],
-      'i', ARGV[i + 4], 'n', ARGV[i + 5], 'bytes', #head, 'turns', 0)
-    take_credit(credit, 1, #head)
+      'i', ARGV[i + 4], 'n', ARGV[i + 5], 'bytes', is_evaluated and 0 or #head, 'turns', 0)
+    if is_evaluated then
+      redis.call('HSET', rollout_of .. id, 'e', 1)
+    else
+      take_credit(credit, 1, #head)
+    end
     outcome = 'enqueued'
   end
-  if outcome == 'enqueued' or outcome == 'duplicate' then redis.call('ZADD', open, until_ms, id) end
+  if outcome == 'enqueued' or outcome == 'duplicate' then
+    redis.call('ZADD', is_evaluated and open_evaluated or open, until_ms, id)
+  end
   if outcome ~= 'over_credit' and ARGV[i + 6] ~= '' then cursor = ARGV[i + 6] end
   out[#out + 1] = outcome
 end

@@ -19,17 +19,19 @@ class RolloutNames(Names, frozen=True, kw_only=True):
     dropped: str
     source: str
     open: str
+    evaluated: str
+    open_evaluated: str
     rollout_of: str
     ttl_ms: int
     keep_ms: int
 
     def keys(self) -> list[str]:
-        """The first four."""
-        return list(msgspec.structs.astuple(self)[:4])
+        """The first six."""
+        return list(msgspec.structs.astuple(self)[:6])
 
     def head(self) -> list[Any]:
         """The others."""
-        return list(msgspec.structs.astuple(self)[4:])
+        return list(msgspec.structs.astuple(self)[6:])
 
 
 class NewRollout(NamedTuple):
@@ -42,6 +44,7 @@ class NewRollout(NamedTuple):
     index: int  # pyright: ignore[reportIncompatibleMethodOverride] # the script's name for it
     size: int
     cursor: str  # '' = none
+    evaluated: str  # '' = no: it is trained on
 
 
 class Open(Request[Enqueued], frozen=True, kw_only=True):

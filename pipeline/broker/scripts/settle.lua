@@ -16,7 +16,7 @@ for i = FIRST + 1, #ARGV, 7 do
       if call == '' then redis.call('HDEL', state, 'call') end
       if ARGV[i + 6] ~= '' then redis.call('HSET', state, 'reply', ARGV[i + 6]) end
       if deadline > 0 then redis.call('HSET', state, 'expires', at + deadline) end
-      if ARGV[i + 6] == EVALUATION then
+      if asker_of(ARGV[i + 6]) then
         count('enqueued', -1)
         count('evaluating', 1)
       else

@@ -14,7 +14,15 @@ from sluice.demo.tasks import load_task
 from sluice.demo.tiny.tokenizer import TURN_END
 from sluice.demo.tools import demonstrations
 from sluice.demo.tools.data import messages_of, records, truth_of, write_jsonl
-from sluice.demo.tools.evaluate import MAX_NEW_TOKENS, MAX_TURNS, Conversation, accuracy, converse, is_right
+from sluice.demo.tools.evaluate import (
+    MAX_NEW_TOKENS,
+    MAX_TURNS,
+    Conversation,
+    accuracy,
+    conversation_of,
+    converse,
+    is_right,
+)
 from sluice.demo.tools.problems import Problem, problems, split_of
 from sluice.demo.tools.tokenizer import CALL, build_tokenizer, call_text
 from sluice.pipeline.config import load_config
@@ -154,6 +162,17 @@ def test_a_model_that_calls_the_calculator_is_measured_with_it(tmp_path_factory:
     view = task.answer_view(chosen[0], conversations[0])
     assert (view.lines[0], view.lines[-1]) == ('multiply {"a": 37, "b": 46} → 1702', "1714")
     assert (view.score, view.state) == ("right", "good")
+    for problem, one in zip(chosen, conversations, strict=True):
+        prompt = RENDERER.prompt(messages_of(problem))
+        again = conversation_of(CODEC.decode(one.token_ids[len(prompt) :]))
+        assert (again.num_turns, again.answer) == (one.num_turns, one.answer)
+        assert task.answer_view(problem, again) == task.answer_view(problem, one)
+
+
+def test_a_rollout_that_failed_has_no_answer() -> None:
+    assert (conversation_of("").answer, conversation_of("").num_turns) == ("", 0)
+    going_on = conversation_of('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>')
+    assert (going_on.answer, going_on.ended, going_on.num_turns) == ("", False, 1)
 
 
 def _problem(text: str) -> Problem:
