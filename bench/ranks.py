@@ -137,7 +137,7 @@ def _step(
     if mesh is not None:
         model = _split(model, mesh)
     step = TrainStep(model, config, pad_id=0, row_tokens=48, policy=loss_options, ranks=ranks, shard=shard)
-    # Adam's first update is the gradient's sign, also where that's nearly 0: the second minibatch would compare rounding.
+    # Adam's first update is the gradient's sign, also near 0: the second minibatch would compare rounding.
     step.optimizer = torch.optim.SGD(step.model.parameters(), lr=0.0)
     step.prove()
     return step
