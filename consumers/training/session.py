@@ -74,7 +74,15 @@ from sluice.pipeline.weights import versions
 from sluice.pipeline.weights.carriers import carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.codec import integer_or
-from sluice.pipeline.wire.messages import DeadLetter, Shard, TrainingBatch, TrainingSample, WeightVersion, decode
+from sluice.pipeline.wire.messages import (
+    REFERENCE_DIRECTORY,
+    DeadLetter,
+    Shard,
+    TrainingBatch,
+    TrainingSample,
+    WeightVersion,
+    decode,
+)
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.pipeline.wire.trace import Carrier
 from sluice.pipeline.wire.waits import Wait, WaitKind
@@ -730,7 +738,7 @@ class Session:
     async def _keep_reference(self) -> None:
         """Scorers find the reference in the registry: another broker doesn't know it, nor one that lost its data."""
         number = self._reference
-        if number is None or self._config.trainer.external:
+        if number is None or number == REFERENCE_DIRECTORY or self._config.trainer.external:
             return
         directory = self.root / f"v{number:06d}"
         if not directory.is_dir():

@@ -709,8 +709,9 @@ def _policy_numbers(config: Config) -> list[tuple[bool, str]]:
             f"policy.kl_coef {policy.kl_coef} must be a finite number of at least 0, 0 for none",
         ),
         (
-            policy.kl_reference >= 0,
-            f"policy.kl_reference {policy.kl_reference} must be a weight version, 0 for what the run started from",
+            isinstance(policy.kl_reference, str) or policy.kl_reference >= 0,
+            f"policy.kl_reference {policy.kl_reference} must be a weight version, 0 for what the run started from, or "
+            "a model directory",
         ),
         (
             1 < policy.mismatch_cap < inf,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from sluice.pipeline.wire.messages import SamplingParams
+from sluice.pipeline.wire.messages import REFERENCE_DIRECTORY, SamplingParams
 
 BackendName = Literal["hf", "vllm"]
 
@@ -148,7 +148,7 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     entropy_coef: float = 0.0  # times the mean entropy (nats) of the trained tokens, subtracted from the loss
     kl_coef: float = 0.0  # times the mean KL to kl_reference, added to the loss; scorers score the reference
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # of that KL; see policy.md
-    kl_reference: int = 0  # a weight version that stays on disk; 0: what the run started from
+    kl_reference: int | str = 0  # a weight version, which stays on disk (0: what the run started from), or a directory
     dpo_beta: float = 0.1  # of loss dpo: how far the weights may move from kl_reference; smaller is further
     mismatch: Literal["none", "truncate", "mask"] = "none"  # correction of engine versus trainer; see policy.md
     mismatch_cap: float = 2.0  # C: weights above it are cut; mask: tokens outside [1/C, C] are left out
@@ -169,8 +169,13 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
 
     @property
     def reference(self) -> int | None:
-        """The version that the loss has scored beside its own, and that no retention deletes; None: none."""
-        return self.kl_reference if self.enabled and (self.kl_coef or self.by_pairs) else None
+        """The version that the loss has scored beside its own, and that no retention deletes; None: none.
+
+        REFERENCE_DIRECTORY for the weights of a directory.
+        """
+        if not self.enabled or not (self.kl_coef or self.by_pairs):
+            return None
+        return self.kl_reference if isinstance(self.kl_reference, int) else REFERENCE_DIRECTORY
 
     @property
     def by_pairs(self) -> bool:

@@ -355,7 +355,11 @@ def source(config: Config, held: dict[bytes, bytes]) -> str:
 
 
 def reference(config: Config) -> str:
-    """The version that `policy.kl_reference` names is there, or is the one that a fresh run begins with."""
+    """The version that `policy.kl_reference` names is there, or is the one that a fresh run begins with; a directory
+    has the tensors of the run's model.
+    """
+    if isinstance(config.policy.kl_reference, str):
+        return _reference_directory(config, Path(config.policy.kl_reference))
     number, root = config.policy.kl_reference, Path(config.run_dir) / config.run / "weights"
     there = [version for version, _ in numbered_directories(root)]
     if number in there or (number == 0 and not there):
@@ -370,6 +374,22 @@ def reference(config: Config) -> str:
         f"policy.kl_reference {number}: {root} has no version {number}; name one that is there ({newest}), or "
         "start a run of another name (--set run=NAME) from the weights that should be the reference"
     )
+
+
+def _reference_directory(config: Config, path: Path) -> str:
+    says = f"policy.kl_reference {path}"
+    if (path / ADAPTER_CONFIG).exists():
+        return f"{path}, an adapter, the reference of the loss"
+    try:
+        found, own = (tensor_table(one) for one in (path, Path(config.model.path)))
+    except (SluiceError, OSError) as error:
+        raise ConfigError(f"{says}: not a model directory ({error}); name one, or a version of the run") from error
+    common = found.keys() & own.keys()
+    other = sorted(name for name in common if found[name][1] != own[name][1])
+    if other or not common:
+        what = f"{other[0]} has another shape there" if other else "no tensor has the same name there"
+        raise ConfigError(f"{says}: not a model like {config.model.path}, {what}; the reference must have its shapes")
+    return f"{path}, the reference of the loss"
 
 
 def rows_in_order(config: Config) -> None:

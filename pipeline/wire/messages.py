@@ -27,6 +27,7 @@ _COLDEST = 1e-5  # a lower one is greedy in effect, and the lowest make logits /
 MAX_GROUP = 65_536  # sequences of one prompt
 MOST_VERSION = 2**31 - 1  # of the weights
 EVALUATION = "evaluation"  # the mailbox of the run's evaluator
+REFERENCE_DIRECTORY = -2  # in the place of a version: the weights of the directory that policy.kl_reference names
 VERSION_GONE = "version_gone"  # why a pinned job ended: its version can't be loaded any more
 
 FinishReason = Literal["stop", "length", "repeat_terminated", "deadline", "cancelled", "error"]
@@ -295,7 +296,7 @@ class ScoreJob(Wire, frozen=True, kw_only=True, tag="score_job"):
     positions: TokenArray  # indices into token_ids
     sampled: Runs = Runs()  # of token_ids: 1 where the policy wrote it, under any version; empty: at positions
     images: list[ImageRef] = []  # in the order of their placeholders in both, with the digests the worker stamped
-    version: int
+    version: int  # REFERENCE_DIRECTORY: none of the run's
     temperature: float = 1.0  # of the scores
     reply_to: str = ""  # the asking trainer's nonce
     trace: dict[str, str] = {}  # of the step that asks

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from redis.asyncio import Redis
+from safetensors.torch import save_file
 
 from sluice.pipeline.config.load import read_config
 from sluice.pipeline.config.types import BrokerConfig
@@ -148,6 +151,30 @@ def test_a_reference_that_is_not_there_is_found_before_the_start(
     assert (found.exit_code, len(bad)) == ((2, 1) if said else (0, 0)), bad
     assert said in "".join(bad)
     assert [check.name for check in found.checks if check.name == "policy"] == ["policy"]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda path: model_dir(path), ""),
+        (lambda path: save_file({"a0": torch.zeros(3)}, model_dir(path) / "model.safetensors"), "a0 has another shape"),
+        (
+            lambda path: save_file({"c": torch.zeros(3)}, model_dir(path) / "model.safetensors"),
+            "no tensor has the same",
+        ),
+        (lambda path: path.mkdir(), "not a model directory"),
+    ],
+)
+def test_a_reference_directory_is_compared_before_the_start(
+    home: Path, keys: Keys, made: Callable[[Path], object], said: str
+) -> None:
+    made(home / "other")
+    (home / "good.jsonl").write_text(GOOD.replace("[]}", '"hi"}'))
+    more = [f"policy.kl_reference={home / 'other'}", "policy.enabled=true", "policy.advantage=reward"]
+    found = dry(home, keys, *more, "policy.kl_coef=0.1", "rollout_matching.task=exact_answer")
+    bad = [check.says for check in found.checks if not check.ok]
+    assert len(bad) == bool(said), bad
+    assert said in "".join(bad)
     own = dry(home, keys, *more, "trainer.external=true").checks
     assert not [check for check in own if not check.ok]
     assert "without effect, since trainer.external is true" in next(one.says for one in own if one.name == "trainer")

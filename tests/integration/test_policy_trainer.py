@@ -22,7 +22,7 @@ from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
 from sluice.pipeline.config.types import BrokerConfig, Config, PolicyConfig, ScorerConfig, WeightsConfig
-from sluice.pipeline.errors import ConfigError, first_cause
+from sluice.pipeline.errors import ConfigError, SluiceError, first_cause
 from sluice.pipeline.queue.scores import Scores
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.weights.registry import WeightsRegistry
@@ -326,6 +326,38 @@ async def test_the_reference_is_scored_by_scorers_and_outlives_retention(
     assert records[4]["stale_tokens"] == 1
     kept = sorted(path.name for path in (directory(config) / "weights").glob("v*"))
     assert kept == ["v000000", "v000004", "v000005"]
+
+
+async def test_the_reference_may_be_a_directory(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, tmp_path: Path
+) -> None:
+    """Scored from the first step on by a scorer, which also scores the run's own versions in between."""
+    other = save_tiny_model(tmp_path / "other", seed=5)
+    config = config_of(broker_config, keys, run_dir, source, kl_coef=0.1, kl_estimator="k1", kl_reference=str(other))
+    batches = [[[0, 0], [0]], [[0, -1, 1], [1]], [[0], [1, 2]]]
+    await hand_on(client, keys, batches)
+    await train_beside_a_scorer(config, source, client, keys)
+    records = [record(config, step) for step in range(1, 4)]
+    assert [one["missing_reference_tokens"] for one in records] == [0] * 3
+    assert records[2]["scored_tokens"] > 0
+    own, theirs = reference(source), reference(other)
+    apart: list[float] = []
+    for at, versions in enumerate(batches[0]):
+        sample = rollout(f"0-{at}", versions)
+        ids = list(sample.token_ids)
+        logprobs = [reference_logprobs(model, ids[:PROMPT], ids[PROMPT:]).tolist() for model in (own, theirs)]
+        apart += [one - two for one, two in zip(*logprobs, strict=True)]
+    assert records[0]["kl_loss"] == pytest.approx(sum(apart) / len(apart), rel=1e-3)
+
+
+async def test_a_directory_of_another_shape_ends_the_scorer_by_name(
+    broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path, tmp_path: Path
+) -> None:
+    other = save_tiny_model(tmp_path / "other", groups=1)
+    config = config_of(broker_config, keys, run_dir, source, kl_coef=0.1, kl_reference=str(other))
+    with pytest.raises((SluiceError, ExceptionGroup)) as caught:
+        await asyncio.wait_for(serve_scores(config, asyncio.Event()), 60)
+    assert f"policy.kl_reference: {other}" in str(first_cause(caught.value))
 
 
 async def test_tokens_without_a_reference_score_are_counted_and_left_out(

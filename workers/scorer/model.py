@@ -21,7 +21,7 @@ from sluice.pipeline.errors import EngineError, RequestError, TornWeights, Weigh
 from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.queue.scores import refusal
 from sluice.pipeline.weights.carriers import carrier_of
-from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
+from sluice.pipeline.wire.messages import REFERENCE_DIRECTORY, ScoreJob, ScoreResult, WeightVersion
 from sluice.pipeline.wire.tokens import FloatArray
 from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.engine.hf.model import load_model
@@ -72,6 +72,19 @@ class VersionedModel:
             raise
         self.version = manifest.version
         self._carrier.keep(manifest)
+
+    @torch.inference_mode()
+    def load_reference(self, directory: Path) -> None:
+        """The same of a model directory or an adapter's, which nothing was measured of."""
+        before, self.version = self.version, None
+        try:
+            self._weights.load(directory, None)
+        except TornWeights:
+            raise
+        except WeightsError:
+            self.version = before
+            raise
+        self.version = REFERENCE_DIRECTORY
 
     def score(self, jobs: Sequence[ScoreJob], images: Sequence[Sequence[Any] | str] = ()) -> list[ScoreResult]:
         """One answer per job, all under the loaded version; a job that can't be scored gets an error.

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from sluice.pipeline import logs
@@ -30,7 +31,7 @@ from sluice.pipeline.queue.scores import ScoreJobs, TakenJob, refusal
 from sluice.pipeline.run.gpu import use_free_gpu
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.weights.registry import WeightsRegistry
-from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
+from sluice.pipeline.wire.messages import REFERENCE_DIRECTORY, ScoreJob, ScoreResult, WeightVersion
 from sluice.pipeline.wire.waits import WaitKind
 
 _TAKE = 16  # jobs at a time: a scorer that dies delays them by a lease
@@ -44,6 +45,10 @@ class ScoringModel(Protocol):
 
     def load(self, manifest: WeightVersion) -> None:
         """Switch to a version. Raises WeightsError."""
+        ...
+
+    def load_reference(self, directory: Path) -> None:
+        """Switch to the weights of a directory, as REFERENCE_DIRECTORY. Raises WeightsError."""
         ...
 
     def score(self, jobs: Sequence[ScoreJob], images: Sequence[Sequence[Any] | str] = ()) -> list[ScoreResult]:
@@ -88,6 +93,10 @@ class Scorer:
         """Serve until asked to stop."""
         self._role.spawn(self._jobs.keep())
         async with self._images:
+            if self._role.config.policy.reference == REFERENCE_DIRECTORY and (
+                error := await self._switch_to(REFERENCE_DIRECTORY)
+            ):
+                raise WeightsError(f"policy.kl_reference: {error}")
             while not self._role.stop.is_set():
                 self._role.status.waiting(WaitKind.SCORE_JOBS)
                 taken = await self._jobs.take(_TAKE, self._block_ms)
@@ -141,8 +150,13 @@ class Scorer:
         """Load a version; the reason if that fails, else empty."""
         if self._model.version == version:
             return ""
-        self._role.status.waiting(WaitKind.WEIGHTS, f"v{version}")
+        directory = str(self._role.config.policy.kl_reference) if version == REFERENCE_DIRECTORY else None
+        self._role.status.waiting(WaitKind.WEIGHTS, directory or f"v{version}")
         try:
+            if directory is not None:
+                await asyncio.to_thread(self._model.load_reference, Path(directory))
+                get_logger().info("weights loaded", directory=directory)
+                return ""
             manifest = await self._registry.get(version)
             if manifest is None:
                 return f"weights v{version} are not registered: retired, or never published"

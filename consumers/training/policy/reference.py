@@ -12,7 +12,8 @@ With d = log p(token) under the trained weights - the same under the reference, 
 | k3        | exp(-d) - 1 + d | KL(trained ‖ reference); never below 0          | that of KL(reference ‖ trained) |
 
 - Every token that may be trained is scored. One whose score didn't come is NaN: it is counted, and not in the term.
-- The reference is a published version: the registry and `versions.retire` keep it whatever `weights.retention` is.
+- The reference is a published version, which the registry and `versions.retire` keep whatever `weights.retention` is;
+  or a directory, which scorers read.
 
 Source: Schulman, 2020 (Approximating KL divergence); k3 is GRPO's (Shao et al., 2024).
 """
