@@ -9,6 +9,8 @@
   is timed from the beginning of its step to the optimiser's call, and its second step reuses the rollouts of the first.
 - Peak memory is the largest resident set of that step less the one after loading. No side keeps optimiser state (SGD).
 - `trl` runs if it is installed.
+- Terms of the loss: a step with the KL to a reference, one of DPO, and a scorer's pass, each over a plain step (rows of
+  at most 1,024 tokens, as many tokens in all).
 - Gradients on 2 and 4 ranks (ranks.py) against one process, in a small model: the distance is of rounding alone.
 """
 
@@ -19,17 +21,23 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
 from sluice.bench.harness import BenchPlan, aim, median_of, play, ratios, spread
 from sluice.bench.processes import WORK_S, Fleet, Parent, engine_environment, memory_bytes
 
+if TYPE_CHECKING:  # they import torch, and so would --help
+    from sluice.consumers.training.step import TrainStep
+    from sluice.pipeline.config.types import PolicyConfig
+    from sluice.pipeline.wire.messages import TrainingSample
+
 _ADVANTAGES = (1.0, -1.0)
 _PROMPT = 16  # tokens
 _BEHAVIOUR = -12.0  # nats; the logprob that the canned tokens claim
 _SEED = 7
+_TERMS_TOKENS = 1024
 
 
 class Plan(BenchPlan, frozen=True, kw_only=True):
@@ -48,6 +56,14 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
         return ("ours", "plain", *(("trl",) if find_spec("trl") else ()))
 
 
+class Terms(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds over those of a step with the default loss: `reference` is a pass without gradients of all tokens."""
+
+    kl: float
+    dpo: float
+    reference: float
+
+
 class Sample(msgspec.Struct, frozen=True, array_like=True):
     """One side of one round: seconds of the step; MB that its peak lies above what was resident after loading."""
 
@@ -57,7 +73,8 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """`peak_vs_plain`: our peak memory over that of plain passes. `tok_s_vs_trl`: our rate over TRL's, null without
-    TRL. `ranks_gradient_error`: the largest relative L2 distance of a parameter's gradient.
+    TRL. `terms`: what parts of a loss cost, over a plain step. `ranks_gradient_error`: the largest relative L2 distance
+    of a parameter's gradient.
     """
     tokens = plan.rows * plan.tokens
 
@@ -71,6 +88,12 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     rounds = await play(
         plan.rounds, plan.sides, one, show=lambda sample: f"{tokens / sample.seconds:.0f} tok/s {sample.peak_mb:.0f} MB"
     )
+
+    length = min(plan.tokens, _TERMS_TOKENS)
+    async with Fleet("terms", home) as fleet:
+        sizes = [2 * max(1, tokens // length // 2), length, plan.vocabulary, plan.threads]
+        await fleet.start_child(serve_terms, sizes, engine_environment(plan.threads))
+        (terms,) = await fleet.receive(Terms, WORK_S)
 
     def rate(sample: Sample) -> float:
         return tokens / sample.seconds
@@ -103,6 +126,7 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
         },
         "ranks_gradient_error": of_ranks,
         "ranks_gradient_error_bf16": worst([await gradient_errors(count, HALF) for count in plan.ranks]),
+        "terms": msgspec.structs.asdict(terms),
         "parameters": parameters(plan.vocabulary),
     }
 
@@ -118,17 +142,64 @@ async def serve(parent: Parent, side: str, rows: int, tokens: int, vocabulary: i
 
 
 def ours(model: Any, ids: Sequence[Sequence[int]], _home: Path) -> Sample:
+    from sluice.pipeline.config.types import PolicyConfig
+
+    step = _train_step(model, len(ids[0]), PolicyConfig(enabled=True))
+    samples, resident = _samples(ids), _mb("VmRSS")
+    step.prove()
+    return _second_of_two(lambda: step.run(samples, 1), resident)
+
+
+async def serve_terms(parent: Parent, rows: int, tokens: int, vocabulary: int, threads: int) -> None:
+    """Steps with other losses, in a process of its own."""
+    import numpy as np
+    import torch
+
+    from sluice.pipeline.config.types import PolicyConfig
+
+    torch.set_num_threads(threads)
+    ids = torch.randint(256, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(_SEED)).tolist()
+    samples = _samples(ids)
+    scores = {sample.seq_id: np.full(tokens, _BEHAVIOUR) for sample in samples}
+
+    def seconds(policy: PolicyConfig, *, scores_only: bool = False) -> float:
+        step = _train_step(make_model(vocabulary), tokens, policy)
+        step.prove()
+        work = (lambda: step.score(samples)) if scores_only else (lambda: step.run(samples, 1, reference=scores))
+        return _second_of_two(work, 0.0).seconds
+
+    plain = seconds(PolicyConfig(enabled=True))
+    parent.tell(
+        Terms(
+            kl=seconds(PolicyConfig(enabled=True, kl_coef=0.1)) / plain,
+            dpo=seconds(PolicyConfig(enabled=True, loss="dpo")) / plain,
+            reference=seconds(PolicyConfig(enabled=True), scores_only=True) / plain,
+        )
+    )
+
+
+def _train_step(model: Any, tokens: int, policy: PolicyConfig) -> TrainStep:
     import torch
 
     from sluice.consumers.training.step import TrainStep
-    from sluice.pipeline.config.types import PolicyConfig, TrainerConfig
+    from sluice.pipeline.config.types import TrainerConfig
+
+    step = TrainStep(model, TrainerConfig(micro_batch_tokens=tokens), pad_id=0, row_tokens=256, policy=policy)
+    step.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return step
+
+
+def _samples(ids: Sequence[Sequence[int]]) -> list[TrainingSample]:
+    """Two in a group, the first one better."""
     from sluice.pipeline.wire.messages import TrainingSample
     from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
-    samples = [
+    return [
         TrainingSample(
             seq_id=str(at),
-            group_id="bench",
+            group_id=str(at // 2),
+            index=at % 2,
+            reward=_ADVANTAGES[at % 2],
             task="bench",
             token_ids=TokenArray(row),
             labels=TokenArray([-100] * len(row)),
@@ -142,12 +213,6 @@ def ours(model: Any, ids: Sequence[Sequence[int]], _home: Path) -> Sample:
         )
         for at, row in enumerate(ids)
     ]
-    config = TrainerConfig(micro_batch_tokens=len(ids[0]))
-    step = TrainStep(model, config, pad_id=0, row_tokens=256, policy=PolicyConfig(enabled=True))
-    step.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    resident = _mb("VmRSS")
-    step.prove()
-    return _second_of_two(lambda: step.run(samples, 1), resident)
 
 
 def plain(model: Any, ids: Sequence[Sequence[int]], _home: Path) -> Sample:

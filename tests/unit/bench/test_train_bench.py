@@ -12,4 +12,5 @@ def test_small() -> None:
     assert found["peak_vs_plain"] == found["peak_mb"]["ours"] / found["peak_mb"]["plain"]
     assert found["tok_s_vs_trl"] == found["tok_s"]["ours"] / found["tok_s"]["trl"]
     assert 0 < found["ranks_gradient_error"] < 1e-5 < found["ranks_gradient_error_bf16"] < 0.5
+    assert all(found["terms"][name] > 0 for name in ("kl", "dpo", "reference"))
     assert found["parameters"] < 50_000_000
