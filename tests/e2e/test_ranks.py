@@ -178,11 +178,15 @@ def test_another_launcher_starts_the_ranks(make_stack: MakeStack, launcher: str,
 
 
 def test_each_sample_of_a_run_is_trained_once(make_stack: MakeStack) -> None:
-    stack = make_stack(detection_rows(40), trainer={"ranks": 2, "learning_rate": 1e-3})
-    for role in ("worker", "consume", "produce", "train"):
-        stack.start(role)
-    stack.finish()
+    """All of it by one command, with passes in bf16, which the probe's tolerance then has to allow for."""
+    trainer = {"ranks": 2, "learning_rate": 1e-3, "fsdp": {"mixed_precision": "bf16"}}
+    stack = make_stack(detection_rows(40), trainer=trainer, weights={"probe_tolerance": 0.1})
+    run = stack.start("run")
+    assert run.wait(240) == 0, run.tail()
     stack.assert_exactly_once()
+    log = (stack.run_dir / "logs/worker-0.log").read_text()
+    assert "weights loaded" in log
+    assert "weights refused" not in log
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
