@@ -64,8 +64,8 @@ class Drill:
         for one in new:
             given = {answer.row: answer for answer in read_answers(files[one.version])}
             self._problems = self._problems or self.task.heldout(self.task.num_followed, SEED)
-            rows = range(len(self._problems))
-            answers = [self.task.answer_of(given.get(row, Answer(row=row, index=0))) for row in rows]
+            places = range(len(self._problems))
+            answers = [self.task.answer_of(given.get(at, Answer(row=at, index=0))) for at in places]
             record(self.task, self.evals, one.version, one.at, self._problems, answers)
         return bool(new)
 

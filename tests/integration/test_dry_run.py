@@ -151,6 +151,10 @@ def test_a_reference_that_is_not_there_is_found_before_the_start(
     assert (found.exit_code, len(bad)) == ((2, 1) if said else (0, 0)), bad
     assert said in "".join(bad)
     assert [check.name for check in found.checks if check.name == "policy"] == ["policy"]
+    own = dry(home, keys, *more, "trainer.external=true").checks
+    assert not [check for check in own if not check.ok]
+    assert "without effect, since trainer.external is true" in next(one.says for one in own if one.name == "trainer")
+    assert "policy" not in {check.name for check in dry(home, keys).checks}
 
 
 @pytest.mark.parametrize(
@@ -175,10 +179,6 @@ def test_a_reference_directory_is_compared_before_the_start(
     bad = [check.says for check in found.checks if not check.ok]
     assert len(bad) == bool(said), bad
     assert said in "".join(bad)
-    own = dry(home, keys, *more, "trainer.external=true").checks
-    assert not [check for check in own if not check.ok]
-    assert "without effect, since trainer.external is true" in next(one.says for one in own if one.name == "trainer")
-    assert "policy" not in {check.name for check in dry(home, keys).checks}
 
 
 def test_the_first_malformed_row_is_shown(home: Path, keys: Keys, capsys: pytest.CaptureFixture[str]) -> None:
