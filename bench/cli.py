@@ -281,17 +281,22 @@ def weights(
     hidden: Annotated[int, Parameter(help="Its width.")] = 1024,
     vocab: Annotated[int, Parameter(help="Its tokens.")] = 151_936,
     steps: Annotated[int, Parameter(help="Versions whose deltas are weighed.")] = 10,
-    rounds: Annotated[int, Parameter(help="Versions that travel over each link.")] = 3,
-    threads: Annotated[int, Parameter(help="Threads for torch.")] = 2,
+    rounds: Annotated[int, Parameter(help="Versions that travel by each carrier.")] = 3,
+    beside: Annotated[int, Parameter(help="Versions while the trainer goes on and sequences run.")] = 3,
+    rows: Annotated[int, Parameter(help="Sequences that run then.")] = 8,
+    threads: Annotated[int, Parameter(help="Threads for torch, of the trainer and of the engine.")] = 2,
+    backends: Annotated[str, Parameter(help="Which, separated by commas.")] = "hf,vllm",
     quick: Quick = False,
 ) -> None:
-    """What a version weighs by carrier, and how long a delta takes over a link of 100, 500 and 2000 Mbit/s.
+    """What a version weighs by carrier, and how long it takes from the optimiser's step to an engine.
 
-    Ten Adam steps at 1e-6 on real losses, then versions in bfloat16: delta_share is the compressed delta over the whole
-    bytes. vs_copy.delta is the time from the optimiser's step to the version in an hf module, over a copy of the whole
-    bytes at the link's rate. The link is held by sleeping. 0.6 B parameters need 16 GiB of memory and 15 GB of disk.
+    Ten Adam steps at 1e-6 on real losses, then versions in bfloat16, which a worker on a queue takes one after the
+    other: vs_copy is the time from the optimiser's step to a version that is swapped in and proven, over a plain copy
+    of the same bytes by the same way, in turns. Then the same while training goes on and sequences run:
+    to_first_token_s in parts, publish_s, and stall_s and step_slowdown_s of the trainer. Links of 100, 500 and 2000
+    Mbit/s are held by sleeping. 0.5 B parameters need 20 GiB of memory and 15 GB of disk.
 
-    Example: `sluice bench weights --layers 8 --json`
+    Example: `sluice bench weights --layers 8 --backends hf --json`
     """
     _run("weights.measure", locals())
 

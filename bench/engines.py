@@ -21,8 +21,8 @@ PROMPT_IDS = 256  # the byte tokens
 def make_engine(
     name: str, model: Path, max_batch: int, repeat_terminate: RepeatTerminateConfig | None = None, **more: Any
 ) -> Backend:
-    """One of our backends in float32, not started; `more`: of its ModelConfig. Each imports only what it needs."""
-    settings = ModelConfig(path=str(model), dtype="float32", **more)
+    """One of our backends, not started; in float32 unless `more`, of its ModelConfig, says otherwise."""
+    settings = ModelConfig(path=str(model), **{"dtype": "float32", **more})
     if name == "hf":
         from sluice.workers.engine.hf import HfBackend
 

@@ -48,6 +48,7 @@ from sluice.pipeline.queue import (
     seed_for,
 )
 from sluice.pipeline.run.role import Role
+from sluice.pipeline.weights.carriers import Carrier
 from sluice.pipeline.wire.messages import (
     VERSION_GONE,
     DecodeJob,
@@ -76,9 +77,10 @@ _SAY_EVERY_S = 10.0  # that images can't be reached
 class DecodeWorker:
     """One engine on the queue: the Holder of decode jobs; also answers plain calls (`ping`)."""
 
-    def __init__(self, role: Role, backend: Backend, prompts: JobPrompts) -> None:
+    def __init__(self, role: Role, backend: Backend, prompts: JobPrompts, carrier: Carrier | None = None) -> None:
+        """`carrier`: by default that of the run's configuration."""
         self._role, self._backend, self._prompts = role, backend, prompts
-        self._weights = WeightsWatch(role, backend)
+        self._weights = WeightsWatch(role, backend, carrier)
         self._looked = False
         self._loading: asyncio.Task[bool] | None = None  # newer weights, while sequences run
         self._pinned = False  # there were pinned jobs at the last claim

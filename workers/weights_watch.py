@@ -18,7 +18,7 @@ from sluice.pipeline.errors import ModelError, TornWeights, WeightsAway, Weights
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.role import Role
 from sluice.pipeline.telemetry.spans import version_spans
-from sluice.pipeline.weights.carriers import carrier_of
+from sluice.pipeline.weights.carriers import Carrier, carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.messages import WeightVersion
 from sluice.pipeline.wire.tokens import Runs
@@ -31,11 +31,12 @@ _HALF_LENIENCE = 4  # half precision alone must not end a worker; the wrong mode
 class WeightsWatch:
     """Compares the registry with the engine."""
 
-    def __init__(self, role: Role, backend: Backend) -> None:
+    def __init__(self, role: Role, backend: Backend, carrier: Carrier | None = None) -> None:
+        """`carrier`: by default that of the run's configuration."""
         self._registry = WeightsRegistry(role.client, role.keys)
         self._role, self._backend, self._tell = role, backend, role.status.fact
         self._config: Config = role.config
-        self._carrier = carrier_of(role.config, role.status.fact)
+        self._carrier = carrier or carrier_of(role.config, role.status.fact)
         self._refused: int | None = None
         self._again_at = math.inf  # when a refused version is asked for again (monotonic, seconds)
         self._latest: int | None = None

@@ -1,4 +1,5 @@
 """How long a version takes from the optimiser to an engine, and how many bytes, by carrier.
 
-training (10 Adam steps on real losses) ─▶ versions ─▶ delta (its share of the bytes; over a held link) ─▶ measure
+training (Adam steps on real losses) ─▶ lines (the trainer's end of each carrier) ─▶ worker (an engine's process that
+follows them) ─▶ measure; links: a store behind a link that is held to a rate
 """
