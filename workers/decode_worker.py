@@ -426,6 +426,7 @@ def result_of(
         text=output.text,
         raw_text=output.raw_text,
         logprobs_mode=facts.logprobs_mode,
+        keeps_cache=facts.keeps_cache,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
         triggers=triggers(output.trigger, active=facts.repeat_terminate),

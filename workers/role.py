@@ -53,6 +53,7 @@ async def serve(role: Role) -> None:
         room_of(config),
         second_copy_gb=second_copy_gb,
         max_pause_s=config.weights.max_pause_s,
+        keep_cache=config.weights.keep_cache,
     )
     await backend.start()
     try:

@@ -3,7 +3,8 @@
 - wrong: a number is off, not finite, or claims another version than the one that was published from `versions[i]`; a
   marked token's proximal logprob isn't its behaviour logprob; its mask, or the advantage it was trained with, is
   incorrect; or it differs from what the consumer handed off.
-- unchecked: nothing was found wrong, but a version it needs is gone, or an image of its sequence is gone or changed.
+- unchecked: nothing was found wrong, but a version it needs is gone, an image of its sequence is gone or changed, or it
+  was sampled over a cache of older weights.
 - marked: the behaviour logprob is right, and there is no proximal one, as `proximal_versions[i] == -1` says.
 - right: both logprobs are right.
 """
@@ -124,7 +125,8 @@ class Tally:
         sampled, scored, gone = stored.sampled, stored.scored, list(self.missing)
         no_behaviour, no_proximal = np.isin(stored.versions, gone), scored & np.isin(stored.proximal_versions, gone)
         behaviour, proximal = _error(stored.logprobs, again.behaviour), _error(stored.proximal_logprobs, again.proximal)
-        compared = (sampled & ~no_behaviour, scored & ~no_proximal)
+        stale = stored.on_stale_cache
+        compared = (sampled & ~no_behaviour & ~stale, scored & ~no_proximal)
         off: dict[FaultKind, Mask] = {
             "version": (stored.versions < -1) | ((stored.mask != 0) & ~sampled) | self._unheard_of(stored.versions),
             "proximal_version": ((stored.proximal_versions != -1) & ~scored & ~stored.lost)
@@ -137,7 +139,7 @@ class Tally:
             "handed_on": np.zeros_like(sampled) if evidence.handed_on is None else evidence.handed_on,
         }
         wrong = np.logical_or.reduce(list(off.values()))
-        unchecked = sampled & (no_behaviour | no_proximal) & ~wrong
+        unchecked = sampled & (no_behaviour | no_proximal | stale) & ~wrong
         good = sampled & ~wrong & ~unchecked
         self.tokens += int((sampled | wrong).sum())
         self.wrong += int(wrong.sum())
@@ -149,7 +151,8 @@ class Tally:
         self.compared += int(compared[0].sum() + compared[1].sum())
         self.behaviour_error = max(self.behaviour_error, _largest(behaviour[compared[0]]))
         self.proximal_error = max(self.proximal_error, _largest(proximal[compared[1]]))
-        self._skip("version_gone", unchecked)
+        self._skip("version_gone", unchecked & (no_behaviour | no_proximal))
+        self._skip("stale_cache", unchecked & stale)
         for what, where in evidence.mask.unchecked.items():
             if what != "mask_of_task" or evidence.handed_on is None:  # else it is compared with the task's mask
                 self._skip(what, where & ~wrong)

@@ -239,7 +239,7 @@ def _differ(was: NDArray[np.generic], now: NDArray[np.generic]) -> NDArray[np.bo
 
 
 def _of_the_whole(sample: TrainingSample) -> tuple[object, ...]:
-    return sample.prompt_len, sample.temperature, sample.task, sample.geometry
+    return sample.prompt_len, sample.temperature, sample.keeps_cache, sample.task, sample.geometry
 
 
 @dataclass(frozen=True, eq=False)

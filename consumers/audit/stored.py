@@ -77,6 +77,20 @@ class Stored:
         return self.versions >= 0
 
     @property
+    def on_stale_cache(self) -> NDArray[np.bool_]:
+        """Where the token may have been sampled over a cache of older weights, which belongs to no version.
+
+        A turn begins with a prefill; after it, the first token of other weights shows that the cache is older.
+        """
+        found = np.zeros_like(self.sampled)
+        if not self.sample.keeps_cache:
+            return found
+        for at in range(1, len(found)):
+            goes_on = self.sampled[at] and self.sampled[at - 1]
+            found[at] = goes_on and (found[at - 1] or self.versions[at] != self.versions[at - 1])
+        return found
+
+    @property
     def scored(self) -> NDArray[np.bool_]:
         """Where a proximal logprob is claimed, with the version it must have."""
         following = self.versions + 1 if self.line is None else self.line.successors(self.versions)

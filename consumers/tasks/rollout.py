@@ -104,6 +104,7 @@ def training_sample(
         geometry=[_shifted(target, start) for target in response.geometry],
         **whole.with_mask().columns(),
         temperature=temperature_of(result),
+        keeps_cache=result.keeps_cache,
         reward=reward,
         enqueued_at=result.timings.get("enqueued_at", 0.0),
         trace=result.trace,

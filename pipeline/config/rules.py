@@ -782,6 +782,11 @@ def _policy_and_others(config: Config) -> Iterator[tuple[bool, str]]:
         "logprobs; set it to raw",
     )
     yield (
+        not config.weights.keep_cache or config.worker.backend == "hf",
+        "weights.keep_cache needs worker.backend hf: vLLM decodes nothing under weights that aren't proved yet, so its "
+        "running sequences are taken out for the proof; set it to false",
+    )
+    yield (
         not processed or plain,
         "worker.logprobs_mode processed supports a temperature only: a token that top_p, top_k or a penalty "
         "excludes under the next version has no logprob there; set sampling.top_p 1, top_k 0, repetition_penalty 1, "

@@ -459,6 +459,7 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     probe_tokens: int = 16  # length of the prompt that verifies a loaded version
     probe_tolerance: float = 1e-2  # nats per probe token between trainer and worker; ten times that in half precision
     second_copy_gb: float | None = None  # hf: for new weights beside the old; null: half of free memory; 0: none
+    keep_cache: bool = False  # hf: running rows decode on over the cache of older weights; audited as unchecked
     max_pause_s: float | None = 1.0  # vllm: then some rows have tokens before others are prefilled; null: no bound
 
 

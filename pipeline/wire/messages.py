@@ -237,6 +237,7 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     stop_reason: str | int | None = None  # [W] the string, id, plugin or rule that ended the sequence
     triggers: dict[str, Any] = {}  # [W] repeat_terminate: 0|1, rule, at_token
     logprobs_mode: str = "raw_logprobs"  # [W] raw: temperature 1; processed_logprobs: the sampling temperature
+    keeps_cache: bool = False  # [W] weights.keep_cache: after a change of weights, logprobs are of a stale cache
     sampling: SamplingParams = SamplingParams()  # [W] as in effect
     reshaped: list[Reshaped] = []  # [W] tokens drawn under a grammar, a list or a penalty that the run doesn't have
     timings: dict[str, float] = {}  # [W] seconds: queue_s, images_s, first_token_s, decode_s, behind_s; Unix: *_at
@@ -359,6 +360,7 @@ class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
     geometry: list[GeometryTarget] = []
     logprobs: FloatArray = msgspec.field(default_factory=FloatArray)  # behaviour; 0 outside the rollout
     temperature: float = 1.0  # of every logprob here: not 1 if the worker's logprobs_mode is processed
+    keeps_cache: bool = False  # the worker's: logprobs after a change of `versions` are of a stale cache
     versions: Runs = Runs()  # -1 outside the rollout
     proximal_logprobs: FloatArray = msgspec.field(default_factory=FloatArray)
     proximal_versions: Runs = Runs()

@@ -134,6 +134,7 @@ def _about(
         "triggers": last.triggers,
         "images": last.images,
         "logprobs_mode": last.logprobs_mode,
+        "keeps_cache": any(one.keeps_cache for one in results),
         "sampling": last.sampling,
         "timings": {
             "enqueued_at": head.opened_at,

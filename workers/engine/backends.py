@@ -45,11 +45,13 @@ def make_backend(
     room: AdapterRoom | None = None,
     second_copy_gb: float | None = 0.0,
     max_pause_s: float | None = None,
+    keep_cache: bool = False,
 ) -> RoutedBackend:
     """The configured backend with its fallback, not started; both with the repeat guard if it's enabled.
 
     `images` says how many a prompt may have. `room`: for adapters beside the weights; None: versions that are adapters
     are merged into them. `second_copy_gb` is the hf backend's, `max_pause_s` vLLM's.
+    `keep_cache`: running sequences go on over the caches of the weights before.
     """
     if worker.torch_threads:
         torch.set_num_threads(worker.torch_threads)
@@ -62,6 +64,7 @@ def make_backend(
             processed_logprobs=worker.logprobs_mode == "processed",
             room=room,
             second_copy_gb=second_copy_gb,
+            keep_cache=keep_cache,
         )
 
     if worker.backend == "hf":

@@ -46,6 +46,7 @@ class EngineFacts:
     repeat_terminate: bool = False  # the repeat guard is loaded
     logprobs_mode: str = "raw_logprobs"  # or processed_logprobs: at the sampling temperature (1 where that is 0)
     grammars: str = ""  # the library that derives their masks, with its version; empty: not installed
+    keeps_cache: bool = False  # of running sequences over new weights: their logprobs are those of no one version
     flags: tuple[str, ...] = ()  # settings that matter when reading the numbers, e.g. attention=sdpa
 
 

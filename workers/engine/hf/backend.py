@@ -68,14 +68,19 @@ class HfBackend:
         processed_logprobs: bool = False,
         room: AdapterRoom | None = None,
         second_copy_gb: float | None = 0.0,
+        keep_cache: bool = False,
     ) -> None:
         """`processed_logprobs`: logprobs at each sequence's own temperature. `room`: for adapters beside the base.
         `second_copy_gb`: of memory (GiB) for new weights beside those that decode; None: what is needed, up to half of
-        what is free."""
+        what is free. `keep_cache`: running sequences go on over the caches of the weights before."""
         if max_batch < 1:
             raise EngineError(f"max_batch must be >= 1, got {max_batch}")
         load = partial(
-            load_model, config, repeat_terminate or RepeatTerminateConfig(), processed_logprobs=processed_logprobs
+            load_model,
+            config,
+            repeat_terminate or RepeatTerminateConfig(),
+            processed_logprobs=processed_logprobs,
+            keeps_cache=keep_cache,
         )
         self._thread = DecodeThread(load, Path(config.path), max_batch, version, room, second_copy_gb)
         self._facts: EngineFacts | None = None

@@ -5,6 +5,7 @@
 - Equal contexts are prefilled once. A prompt with images is prefilled alone.
 - New weights: every running row is prefilled again, because a cache must not outlive its weights, at the swap or before
   it (`standby`). The same pass scores the tokens sampled under the previous version: their proximal logprobs.
+- Where the user accepts stale caches (`EngineFacts.keeps_cache`), running rows go on over theirs instead, unscored.
 - A new version of one adapter does that to its own rows alone: a row's version, cache and passes are its policy's.
 - A row that can't take its token (NaN, a failing plugin) leaves with its error; the others continue.
 """
@@ -103,6 +104,10 @@ class Decoder:
         the model in use, which has changed. `slices` hold running rows that were prefilled under them; all others are
         prefilled now.
         """
+        if self.model.facts.keeps_cache:
+            self.model = model or self.model
+            self.switch(OWN, Policy(version, parent))
+            return []
         contexts = self.contexts(version, parent) if slices else {}
         rows, self.rows = self.rows, []
         self.model = model or self.model
@@ -116,8 +121,12 @@ class Decoder:
     def switch(self, name: str, policy: Policy) -> tuple[list[Ended], Policy | None]:
         """Prefill the rows of this name under its new policy; returns rows that ended at once, and the old policy."""
         rows = [row for row in self.rows if row.request.adapter == name]
-        self.drop(rows)
         before = self.policies.put(name, policy)
+        if self.model.facts.keeps_cache:
+            for row in rows:
+                row.policy = policy
+            return [], before
+        self.drop(rows)
         return self.join(rows), before
 
     def score(self, token_ids: Sequence[int], lora: Lora | None = None) -> float:

@@ -58,6 +58,7 @@ def load_model(
     repeat_terminate: RepeatTerminateConfig = NO_GUARD,
     *,
     processed_logprobs: bool = False,
+    keeps_cache: bool = False,
     feature_bytes: int = 0,
 ) -> LoadedModel:
     """Load the model of `config.path`. Raises ModelError, or ConfigError for a guard it can't have.
@@ -83,6 +84,7 @@ def load_model(
             facts,
             repeat_terminate=guard is not None,
             logprobs_mode="processed_logprobs" if processed_logprobs else "raw_logprobs",
+            keeps_cache=keeps_cache,
         ),
         pad_token_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         keeps_last_logits="logits_to_keep" in takes,

@@ -170,7 +170,8 @@ class Standby:
             with torch.inference_mode():
                 model = self._prepare()
                 try:
-                    self._prefill(model)
+                    if not model.facts.keeps_cache:
+                        self._prefill(model)
                 except torch.OutOfMemoryError as error:  # the caches have no room: the swap prefills
                     self.slices = []
                     get_logger().warning("no room for the caches of new weights; rows wait", error=str(error))

@@ -91,8 +91,8 @@ def _write(directory: Path, step: int, samples: list[TrainingSample]) -> None:
     (directory / f"step-{step:06d}.msgpack").write_bytes(encode(batch))
 
 
-def change(run: Path, seq_id: str, edit: Callable[[dict[str, list[Any]]], None]) -> None:
-    """Rewrite one stored sample: `edit` gets its rollout arrays as lists, by field name."""
+def change(run: Path, seq_id: str, edit: Callable[[dict[str, list[Any]]], None], **more: Any) -> None:
+    """Rewrite one stored sample: `edit` gets its rollout arrays as lists, by field name; `more`: its other fields."""
     kinds: dict[str, Callable[..., Any]] = {
         "logprobs": FloatArray,
         "versions": Runs.of,
@@ -108,7 +108,7 @@ def change(run: Path, seq_id: str, edit: Callable[[dict[str, list[Any]]], None])
                 arrays = {name: list(getattr(sample, name)) for name in kinds}
                 edit(arrays)
                 made = {name: kind(arrays[name]) for name, kind in kinds.items()}
-                samples[at] = msgspec.structs.replace(sample, **made)
+                samples[at] = msgspec.structs.replace(sample, **made, **more)
                 _write(file.parent, int(file.stem[5:]), samples)
                 return
     raise AssertionError(f"no sample {seq_id}")

@@ -213,3 +213,17 @@ def test_tokens_of_tools_are_compared_with_nothing(run: Path) -> None:
     assert look(run) == before, "the versions at these tokens say that nobody sampled them"
     change(run, "tool", put("logprobs", 5, -70.0))
     assert [(fault.kind, fault.position) for fault in look(run).worst] == [("behaviour", PROMPT + 5)]
+
+
+@pytest.mark.parametrize("off", [0.0, 0.5])
+def test_a_token_over_a_stale_cache_is_never_right(run: Path, off: float) -> None:
+    """However near its behaviour logprob is; a tool's tokens end a turn, and the next one begins with a prefill."""
+    for seq_id in ("two", "worked", "tool"):
+        change(run, seq_id, lambda arrays: None, keeps_cache=True)
+    change(run, "two", add("logprobs", 3, off))
+    found = look(run)
+    stale = 3 + 3  # after the first change of weights: of "two" and of "worked"
+    assert (found.wrong, found.unchecked) == (0, stale)
+    assert [(each.sequences, each.tokens) for each in found.not_checked if each.what == "stale_cache"] == [(2, stale)]
+    change(run, "two", add("proximal_logprobs", 2, 0.5))
+    assert look(run).faults["proximal"] == 1, "scores are of a fresh cache, and are checked"
