@@ -199,7 +199,9 @@ async def _trips(
             published = await line.publish(training.snapshot(), began)
             sizes[side] = line.store.crossed - crossed if line.store else plain.size
             arrived = await follower.arrival(published.version)
-        return Trip(arrived.loaded - began, published, arrived)
+        trip = Trip(arrived.loaded - began, published, arrived)
+        say(f"{side}: " + ", ".join(f"{part} {seconds:.2f}" for part, seconds in _parts(trip).items()))
+        return trip
 
     with contextlib.closing(plain):
         sides = (_DISK, "directory", "delta-500", _COPY, "engine", "delta-100", "store", "delta-2000")

@@ -18,11 +18,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import sluice
 from sluice.bench.models import byte_tokenizer
 from sluice.consumers.training.model import probe_tokens
-from sluice.consumers.training.snapshot import Shadow, Snapshot
+from sluice.consumers.training.snapshot import Memory, Shadow, Snapshot
 
 LEARNING_RATE = 1e-6
 CONTEXT = 1024
-_ROWS, _TOKENS = 2, 128
+_ROWS, _TOKENS = 2, 64
 _PROBE_TOKENS = 16
 _SPECIALS = ("<|pad|>", "<|end|>")
 
@@ -43,8 +43,8 @@ class Training:
         self.model: Any = Qwen3ForCausalLM(config)
         self.source, self.probe = source, probe_tokens(vocab, _PROBE_TOKENS, seed=0)
         self.stalled_s = 0.0  # of the newest step
-        self._shadow = Shadow(self.model)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+        self._shadow, self._memory = Shadow(self.model), Memory()
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         self._tokens = torch.tensor(list(_text()), dtype=torch.long)
         self._steps = 0
         source.mkdir(parents=True)
@@ -69,7 +69,9 @@ class Training:
 
     def snapshot(self) -> Snapshot:
         """Of the weights as they are now."""
-        return Snapshot(self.model, torch.bfloat16, lambda tensors: self._shadow.score(tensors, self.probe))
+        return Snapshot(
+            self.model, torch.bfloat16, lambda tensors: self._shadow.score(tensors, self.probe), memory=self._memory
+        )
 
 
 def _text() -> bytes:

@@ -28,7 +28,7 @@ from sluice.consumers.training.model import own_tensors, probe_score, write_mode
 from sluice.consumers.training.ranks import Ranks
 from sluice.consumers.training.session import Fence
 from sluice.consumers.training.shards import ShardsBeside, gathered, is_sharded, save_shards
-from sluice.consumers.training.snapshot import Shadow, Snapshot, rounded
+from sluice.consumers.training.snapshot import Memory, Shadow, Snapshot, rounded
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.wire.messages import Shard, TrainingSample
@@ -107,6 +107,7 @@ class Learner:
         self._taken = images if isinstance(images, SampleImages) else None
         self._received = images if isinstance(images, ReceivedImages) else None
         self._shadow: Shadow | None = None
+        self._memory = Memory()
         self._stalled_s = 0.0
 
     @property
@@ -161,12 +162,14 @@ class Learner:
         model = self._step.model
         if self._ranks is None and not is_sharded(model):
             self._shadow = shadow = self._shadow or Shadow(model)
-            found = Snapshot(model, _DTYPES[dtype], lambda tensors: shadow.score(tensors, token_ids))
+            found = Snapshot(
+                model, _DTYPES[dtype], lambda tensors: shadow.score(tensors, token_ids), memory=self._memory
+            )
         else:
-            score = self.probe(token_ids, dtype)
+            measured = self.probe(token_ids, dtype)
             with self._everywhere(Gather):
                 tensors = gathered(own_tensors(model), keep=True)
-            found = Snapshot(model, _DTYPES[dtype], lambda _: score, tensors=tensors)
+            found = Snapshot(model, _DTYPES[dtype], lambda _: measured, tensors=tensors, memory=self._memory)
 
         def before_update() -> None:
             started = time.monotonic()

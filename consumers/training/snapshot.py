@@ -31,6 +31,21 @@ from sluice.pipeline.errors import DeadlineExceeded
 from sluice.pipeline.wire.messages import Shard
 
 
+class Memory:
+    """The copy's tensors, which the next snapshot fills again: a host that gives new pages slowly gives them once."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def take(self) -> dict[str, Tensor]:
+        """They are the caller's until it gives them back."""
+        found, self._tensors = self._tensors, {}
+        return found
+
+    def give(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+
 class Snapshot:
     """Of a whole model; one that has an adapter has none."""
 
@@ -42,11 +57,13 @@ class Snapshot:
         *,
         tensors: Mapping[str, Tensor] | None = None,
         wait_s: float = 600.0,
+        memory: Memory | None = None,
     ) -> None:
         """`score`: the probe's, under the tensors of a copy; `tensors`: the state dict, if this process has parts of
-        the model only; `wait_s`: for a copy that another thread makes.
+        the model only; `wait_s`: for a copy that another thread makes; `memory`: for it, from and for other snapshots.
         """
         self._model, self._dtype, self._score, self._wait_s = model, dtype, score, wait_s
+        self._memory = memory or Memory()
         live = model.state_dict(keep_vars=True) if tensors is None else tensors
         self._live: dict[str, Tensor] = {name: tensor.detach() for name, tensor in live.items()}
         self._copied: dict[str, Tensor] | None = None
@@ -61,31 +78,41 @@ class Snapshot:
             raise DeadlineExceeded(f"the weights were not copied to the host's memory within {self._wait_s:.0f} s")
         try:
             if self._copied is None:
-                self._copied = _copies(self._live, self._dtype, kept_in_float32(self._model))
+                self._copied = _copies(self._live, self._dtype, kept_in_float32(self._model), self._memory.take())
                 self._live = {}
         finally:
             self._copying.release()
 
     def write(self, source: Path, target: Path) -> tuple[dict[str, Shard], float]:
-        """Fill a model directory, every other file as in `source`; size and digest of its files, the probe's score."""
+        """Fill a model directory, every other file as in `source`; size and digest of its files, the probe's score.
+
+        Call it once.
+        """
         self.copy()
-        assert self._copied is not None
+        copied = self._copied
+        assert copied is not None
         with ThreadPoolExecutor(1, thread_name_prefix="probe") as pool:
-            scoring = pool.submit(self._score, self._copied)
-            shards = write_weights(self._model, self._copied, target)
+            scoring = pool.submit(self._score, copied)
+            shards = write_weights(self._model, copied, target)
             copy_settings(source, target)
-            return shards, scoring.result()
+            score = scoring.result()
+        self._memory.give(copied)
+        return shards, score
 
 
-def _copies(live: Mapping[str, Tensor], dtype: torch.dtype, in_float32: Callable[[str], bool]) -> dict[str, Tensor]:
-    """On the CPU; names of one tensor have one copy."""
+def _copies(
+    live: Mapping[str, Tensor], dtype: torch.dtype, in_float32: Callable[[str], bool], into: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """On the CPU, in tensors of `into` where they fit; names of one tensor have one copy."""
     found: dict[str, Tensor] = {}
     made: dict[tuple[Any, ...], Tensor] = {}
     for name, tensor in live.items():
         wanted = dtype if tensor.dtype == torch.float32 and not in_float32(name) else tensor.dtype
         same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), wanted)
         if tensor.numel() == 0 or same not in made:
-            made[same] = tensor.to("cpu", wanted, copy=True)
+            old = into.get(name)
+            fits = old is not None and old.dtype == wanted and old.shape == tensor.shape and old.numel() > 0
+            made[same] = old.copy_(tensor) if fits and old is not None else tensor.to("cpu", wanted, copy=True)
         found[name] = made[same]
     return found
 

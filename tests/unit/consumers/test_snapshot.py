@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from sluice.consumers.training.learner import Learner
 from sluice.consumers.training.model import _write_file, load_policy, probe_score, write_model
-from sluice.consumers.training.snapshot import Shadow, Snapshot, rounded
+from sluice.consumers.training.snapshot import Memory, Shadow, Snapshot, rounded
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import DeadlineExceeded, WeightsError
@@ -163,3 +163,40 @@ def test_a_write_that_fails_midway_leaves_no_version(tmp_path: Path, source: Pat
     assert (tmp_path / "model.safetensors").stat().st_size == 10_000
     with pytest.raises(WeightsError, match="truncated"):
         tensor_table(tmp_path)
+
+
+def test_snapshots_take_turns_with_one_memory(tmp_path: Path, source: Path) -> None:
+    """One that isn't written yet keeps its own."""
+    step = train_step(source, learning_rate=1e-2)
+    memory = Memory()
+
+    def snapshot() -> Snapshot:
+        return Snapshot(step.model, torch.bfloat16, lambda _: 0.0, memory=memory)
+
+    def write(one: Snapshot, name: str) -> dict[str, Any]:
+        (tmp_path / name).mkdir()
+        one.write(source, tmp_path / name)
+        return load_file(tmp_path / name / "model.safetensors")
+
+    def now() -> dict[str, Any]:
+        return {name: value.bfloat16() for name, value in weights_of(step).items()}
+
+    def places() -> set[int]:
+        found = memory.take()
+        memory.give(found)
+        return {value.data_ptr() for value in found.values()}
+
+    write(snapshot(), "first")
+    used = places()
+    step.run(SAMPLES, 1)
+    second, wanted = snapshot(), now()
+    second.copy()
+    step.run(SAMPLES, 2)
+    third, newest = snapshot(), now()
+    third.copy()
+    assert used
+    found = write(second, "second")
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    assert places() == used, "the second one filled what the first one had"
+    found = write(third, "third")
+    assert all(torch.equal(found[name], newest[name]) for name in found)
