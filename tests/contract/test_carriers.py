@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -489,6 +490,31 @@ def test_a_full_disk_is_named_and_nothing_of_it_is_believed(site: Site, monkeypa
     assert not list((site.home / "cache-worker").glob(".*.tmp"))
     assert_same(worker.fetch(first), site.home / "model-0")
     assert_same(worker.fetch(second), site.home / "model-1")
+
+
+@on("store-file", "delta-file")
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a tmpfs")
+def test_one_host_whose_disk_is_full_keeps_its_version_and_others_go_on(site: Site) -> None:
+    """Of a real size: its version and its neighbour's files fill it."""
+    trainer, worker, other = site.carrier("trainer"), site.carrier("worker"), site.carrier("other")
+    disk = site.home / "cache-worker"
+    disk.mkdir()
+    first = publish(trainer, site, 0, rows=2048)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        assert_same(worker.fetch(first), site.home / "model-0")
+        worker.keep(first)
+        (disk / "of-others").write_bytes(bytes(700_000))
+        second = publish(trainer, site, 1)
+        with pytest.raises(WeightsError, match=r"the disk is full.*weights\.cache_dir"):
+            worker.fetch(second)
+        assert_same(worker.fetch(first), site.home / "model-0")
+        assert_same(other.fetch(second), site.home / "model-1")
+        (disk / "of-others").unlink()
+        assert_same(worker.fetch(second), site.home / "model-1")
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
 
 
 def _fetch_and_die(site: Site, manifest: WeightVersion) -> None:
