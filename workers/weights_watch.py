@@ -111,8 +111,7 @@ class WeightsWatch:
         if loaded is None:
             return False  # retired in the meantime: there is a newer one
         self._is_proved = True
-        published_at, spent = loaded
-        behind_s = round(time.time() - published_at, 3)
+        behind_s, spent = loaded
         self._behind = None if pinned else (version, behind_s)
         get_logger().info("weights loaded", version=version, behind_s=behind_s, **spent)
         return True
@@ -128,7 +127,7 @@ class WeightsWatch:
         return max(0.0, self._behind[1])
 
     async def _load(self, version: int) -> tuple[float, dict[str, float]] | None:
-        """When it was published, and seconds of the parts for the log; None if it no longer exists."""
+        """Seconds since its publication, and those of the parts for the log; None if it no longer exists."""
         started = time.monotonic()
         manifest = await self._registry.get(version)
         if manifest is None:
@@ -139,9 +138,10 @@ class WeightsWatch:
         fetched = time.monotonic()
         await backend.load_weights(directory, version, probe, manifest.parent)
         spent = {"fetch_s": round(fetched - started, 3), "load_s": round(time.monotonic() - fetched, 3)}
-        await asyncio.to_thread(self._carrier.keep, manifest)
+        behind_s = round(time.time() - manifest.published_at, 3) if manifest.published_at else 0.0
         self._role.tracing.send(version_spans("load", manifest, self._role.name, began, time.time()))
-        return manifest.published_at or time.time(), spent
+        await asyncio.to_thread(self._carrier.keep, manifest)
+        return behind_s, spent
 
 
 _HALF_PRECISION = 10  # bf16 rounds at 2^-8: the demo model's probe differs by up to 0.17 nats from fp32

@@ -1,12 +1,13 @@
 """Versions on a host's own disk, shared by all its processes and bounded in size.
 
-    <root>/<key>/            a whole version: filled elsewhere, synced, renamed
+    <root>/<key>/            a whole version: filled elsewhere, renamed
     <root>/.<key>.lock       flock: shared while a process uses the version, exclusive while one fills or removes it;
-                             its time is that of the last use
+                             its time is that of the last use; content: `synced`, or the boot of the host that filled it
     <root>/.<key>.<n>.tmp/   being filled, n bytes when done; nobody believes it, and its filler's death frees its lock
 
-The kernel frees a dead process's locks, so a kill leaves nothing to repair. The directory must be on a disk of this
-host.
+The kernel frees a dead process's locks, so a kill leaves nothing to repair. A version is used before it is synced, as
+that may take as long as the rest; until then it counts for nothing after another boot. The directory must be on a disk
+of this host.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from pathlib import Path
 
 from sluice.pipeline.errors import WeightsError
 from sluice.pipeline.files import fsync_directory, fsync_tree
+from sluice.pipeline.weights.verified import boot_id
 
 _KEY = re.compile(r"[0-9a-z-]{8,200}")
 _ASIDE = re.compile(r"\.([0-9a-z-]{8,200})\.(\d{1,18})\.[0-9a-f]+\.tmp")
 _LOOK_S = 0.05  # between two looks at a lock that another process holds
+_SYNCED = b"synced"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -48,8 +51,11 @@ class HostCache:
             lock = self._lock(key, fcntl.LOCK_SH)
             if lock is None:
                 return None
-            if not (self._root / key).is_dir():
+            is_there = (self._root / key).is_dir()
+            if not is_there or os.pread(lock, 64, 0) not in (_SYNCED, boot_id().encode()):
                 os.close(lock)
+                if is_there:
+                    self._remove(key)
                 return None
             self._held[key] = lock
         self._touch(key)
@@ -77,14 +83,20 @@ class HostCache:
                 continue
             try:
                 if not (self._root / key).is_dir():
-                    self._fill(key, need(), fill)
+                    self._fill(key, need(), fill, lock)
             finally:
                 os.close(lock)
 
     def release(self, but: Collection[str] = ()) -> None:
-        """This process uses no version any more except those of these keys."""
+        """This process uses no version any more except those of these keys, which are synced when it returns."""
         for key in [key for key in self._held if key not in but]:
             os.close(self._held.pop(key))
+        for key, lock in self._held.items():
+            if os.pread(lock, 64, 0) != _SYNCED:
+                with contextlib.suppress(OSError):  # a failing disk: it counts until the next boot
+                    fsync_tree(self._root / key)
+                    fsync_directory(self._root)
+                    _write(lock, _SYNCED)
 
     def forget(self, key: str) -> None:
         """Remove a version that turned out to be damaged, unless another process uses it."""
@@ -92,16 +104,15 @@ class HostCache:
             os.close(self._held.pop(key))
         self._remove(key)
 
-    def _fill(self, key: str, need: int, fill: Callable[[Path], None]) -> None:
+    def _fill(self, key: str, need: int, fill: Callable[[Path], None], lock: int) -> None:
         aside = self._root / f".{key}.{need}.{secrets.token_hex(4)}.tmp"
         try:
             with self._room():
                 self._make_room(key, need)
                 aside.mkdir()
             fill(aside)
-            fsync_tree(aside)
+            _write(lock, boot_id().encode())
             aside.rename(self._root / key)
-            fsync_directory(self._root)
         except OSError as error:
             if error.errno not in _FULL:
                 raise WeightsError(
@@ -206,6 +217,11 @@ class HostCache:
 
     def _remedy(self, need: int) -> str:
         return f"{_gb(need)} are needed: free some, lower weights.cache_gb, or give weights.cache_dir another disk"
+
+
+def _write(lock: int, content: bytes) -> None:
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, content, 0)
 
 
 def _locked(descriptor: int) -> bool:

@@ -21,6 +21,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,20 +80,30 @@ class Store:
         self._known: dict[str, _Contents] = {}  # by folder; they never change
 
     def publish(self, source: Path, manifest: WeightVersion, fence: Callable[[], None]) -> WeightVersion:
-        """As `Carrier.publish`; the files are in the trainer's directory and in the store."""
-        full = versions.write_version(source, self._root, manifest, fence)
-        directory, folder = Path(full.path), _folder(full)
-        if not self._is_complete(folder, full):
-            aside = self._root / f".v{full.version:06d}.{secrets.token_hex(8)}.tmp"
-            aside.mkdir(parents=True)
-            try:
-                contents = self._uploaded(directory, full, folder, aside)
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
-            fence()
-            self._store.put_bytes(f"{folder}/{_CONTENTS}", _packed(contents))
-            self._known[folder] = contents
-        return msgspec.structs.replace(full, path=f"{self._store.url}/{folder}")
+        """As `Carrier.publish`; the files are in the trainer's directory and in the store.
+
+        What has changed is found out while the files are synced.
+        """
+        wanted = versions.described(source, self._root, manifest)
+        is_complete = self._is_complete(wanted)
+        aside = self._root / f".v{wanted.version:06d}.{secrets.token_hex(8)}.tmp"
+        aside.mkdir(parents=True)
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="delta") as pool:
+                changing = None if is_complete else pool.submit(self._contents_of, source, wanted, aside)
+                full = versions.write_version(source, self._root, wanted, fence)
+            if full.digest != wanted.digest:  # an older release's, of the same weights
+                is_complete, changing = self._is_complete(full), None
+            if not is_complete:
+                folder = _folder(full)
+                contents = self._contents_of(source, full, aside) if changing is None else changing.result()
+                self._upload(contents, Path(full.path), folder, aside)
+                fence()
+                self._store.put_bytes(f"{folder}/{_CONTENTS}", _packed(contents))
+                self._known[folder] = contents
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        return msgspec.structs.replace(full, path=f"{self._store.url}/{_folder(full)}")
 
     def fetch(self, manifest: WeightVersion) -> Path:
         """As `Carrier.fetch`: a directory of this host's cache, which stays until `keep`."""
@@ -123,8 +134,9 @@ class Store:
 
     # -- publishing
 
-    def _is_complete(self, folder: str, full: WeightVersion) -> bool:
+    def _is_complete(self, full: WeightVersion) -> bool:
         """Whether a trainer that was killed since had uploaded all of it."""
+        folder = _folder(full)
         contents = self._find(folder)
         return (
             contents is not None
@@ -136,21 +148,23 @@ class Store:
             )
         )
 
-    def _uploaded(self, directory: Path, full: WeightVersion, folder: str, aside: Path) -> _Contents:
+    def _contents_of(self, directory: Path, full: WeightVersion, aside: Path) -> _Contents:
+        """What the version consists of; deltas are in `aside`."""
         files = {
             file.name: full.shards.get(file.name) or Shard(file.stat().st_size, delta.digest_of_file(file))
             for file in sorted(directory.iterdir())
             if file.is_file() and file.name != versions.MANIFEST
         }
-        found = self._changed(directory, full, files, aside) or _Contents(
+        return self._changed(directory, full, files, aside) or _Contents(
             version=full.version,
             digest=full.digest,
             files={name: _whole(name, shard) for name, shard in files.items()},
         )
-        for name, file in found.files.items():
+
+    def _upload(self, contents: _Contents, directory: Path, folder: str, aside: Path) -> None:
+        for name, file in contents.files.items():
             if file.kind != "same":
                 self._store.put(aside / file.key if file.kind == "delta" else directory / name, f"{folder}/{file.key}")
-        return found
 
     def _changed(self, directory: Path, full: WeightVersion, files: dict[str, Shard], aside: Path) -> _Contents | None:
         """It as deltas, which are written to `aside`; None: it has to be whole."""

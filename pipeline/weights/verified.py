@@ -69,7 +69,7 @@ class Verified:
     def _locked(self, directory: Path, digest: str) -> Generator[int | None]:
         """The record's file, this process's alone; None if there can't be one."""
         place = directory.stat()
-        parts = (_boot(), str(directory.resolve()), str(place.st_dev), str(place.st_ino), digest)
+        parts = (boot_id(), str(directory.resolve()), str(place.st_dev), str(place.st_ino), digest)
         file = self._root / xxh3_128("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -108,8 +108,8 @@ class Verified:
                     file.unlink()
 
 
-def _boot() -> str:
-    """Of the kernel: the same in all containers of a host."""
+def boot_id() -> str:
+    """Of the kernel: the same in all containers of a host, and another one after each boot."""
     with contextlib.suppress(OSError):
         return _BOOT.read_text().strip()
     return os.uname().nodename

@@ -160,16 +160,8 @@ def write_version(
     with the same weights is kept, and so is its digest. `fence` is called right before the rename, and may raise to
     prevent it.
     """
-    target = root / f"v{manifest.version:06d}"
-    shards = manifest.shards or shards_of(source)
-    full = msgspec.structs.replace(
-        manifest,
-        path=str(target),
-        digest=digest_over(shards),
-        shards=shards,
-        tensors=tensor_table(source),
-        base=base_of(source),
-    )
+    full = described(source, root, manifest)
+    target = Path(full.path)
     if target.exists():
         there = read_manifest(target)
         if there.digest != full.digest and there.digest != digest_of(source, there.digest):
@@ -187,6 +179,19 @@ def write_version(
     aside.rename(target)
     fsync_directory(root)
     return full
+
+
+def described(source: Path, root: Path, manifest: WeightVersion) -> WeightVersion:
+    """The manifest of the version that `write_version` makes of `source`, unless the number is taken already."""
+    shards = manifest.shards or shards_of(source)
+    return msgspec.structs.replace(
+        manifest,
+        path=str(root / f"v{manifest.version:06d}"),
+        digest=digest_over(shards),
+        shards=shards,
+        tensors=tensor_table(source),
+        base=base_of(source),
+    )
 
 
 def read_manifest(directory: Path) -> WeightVersion:

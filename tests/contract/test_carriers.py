@@ -343,7 +343,8 @@ _STORE = "sluice.pipeline.weights.object_store.ObjectStore"
 PHASES = [
     "sluice.pipeline.weights.versions.link_files",
     "sluice.pipeline.weights.versions.fsync_directory",
-    "sluice.pipeline.weights.store.Store._uploaded",
+    "sluice.pipeline.weights.store.Store._contents_of",
+    "sluice.pipeline.weights.store.Store._upload",
     "sluice.pipeline.weights.delta.encode",
     f"{_STORE}.put",
     f"{_STORE}.put_bytes",

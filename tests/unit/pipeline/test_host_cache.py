@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sluice.pipeline.errors import WeightsError
+from sluice.pipeline.weights import host_cache
 from sluice.pipeline.weights.host_cache import HostCache
 
 SIZE = 100  # bytes of a version
@@ -152,3 +153,23 @@ def test_a_disk_without_room_is_named_before_anything_is_written(tmp_path: Path)
 def test_no_name_leads_out_of_the_directory(tmp_path: Path, name: str) -> None:
     with pytest.raises(WeightsError, match="is no name of a cached version"):
         cache(tmp_path).get(name)
+
+
+def test_what_was_not_synced_counts_for_nothing_after_another_boot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut may leave a name without its bytes; what a process goes on using is synced."""
+    first = cache(tmp_path)
+    for number in (1, 2):
+        make(first, number)
+    neighbour = cache(tmp_path)
+    assert all(neighbour.get(key(number)) for number in (1, 2)), "of this boot"
+    neighbour.release()
+    first.release(but=[key(1)])
+    first.release()
+    monkeypatch.setattr(host_cache, "boot_id", lambda: "another boot")
+    second = cache(tmp_path)
+    assert second.get(key(1)) is not None
+    assert second.get(key(2)) is None
+    assert present(tmp_path) == [key(1)]
+    assert (second.make(key(2), lambda: SIZE, filled("x")) / "file").read_bytes() == b"x" * SIZE, "fetched again"
