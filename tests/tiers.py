@@ -60,6 +60,7 @@ TIERS = {
             "unit/bench/test_pipeline_bench.py",
             "unit/bench/test_rollout_bench.py",
             "unit/bench/test_train_bench.py",
+            "unit/bench/test_weights_bench.py::test_small",
             "unit/test_import_name.py::test_pyright",
         ),
         but=("e2e/test_pipeline.py",),

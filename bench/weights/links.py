@@ -7,6 +7,7 @@ version over the same link, takes just that.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from sluice.pipeline.config import Config
@@ -75,11 +76,11 @@ class Timed:
         self.ended = time.monotonic()
         return found
 
-    def publish(self, *given: object) -> WeightVersion:
-        return self._own.publish(*given)  # type: ignore[arg-type]
+    def publish(self, source: Path, manifest: WeightVersion, fence: Callable[[], None]) -> WeightVersion:
+        return self._own.publish(source, manifest, fence)
 
     def keep(self, manifest: WeightVersion) -> None:
         self._own.keep(manifest)
 
-    def remove(self, *given: object) -> None:
-        self._own.remove(*given)  # type: ignore[arg-type]
+    def remove(self, numbers: Collection[int]) -> None:
+        self._own.remove(numbers)

@@ -258,7 +258,7 @@ class _Plain:
 
     def _blocks(self) -> Iterator[memoryview]:
         for own in self._copy:
-            raw = memoryview(own.view(-1).view(torch.uint8).numpy())
+            raw = memoryview(own.view(-1).view(torch.uint8).numpy().data)
             for at in range(0, len(raw), _BLOCK):
                 yield raw[at : at + _BLOCK]
 
