@@ -65,7 +65,7 @@ class Line:
         self._training, self._versions = training, list[int]()
         self.root = Path(config.run_dir) / config.run / "weights"
         self.root.mkdir(parents=True)
-        self.store = store_of(config, self.mbit_s)
+        self.store = store_of(config, None)
         self._carrier = carrier(config, self.store)
         keys = broker.queue(self.run).keys
         self.owner = Ownership(broker.client, keys, "trainer")
@@ -73,6 +73,8 @@ class Line:
 
     async def publish(self, snapshot: Snapshot, began: float) -> Published:
         """As a trainer does it beside its steps."""
+        if self.store is not None and self._versions and self.mbit_s:  # the anchor isn't timed
+            self.store.rate = self.mbit_s * 1e6 / 8
         number = next(_numbers)
         made = await asyncio.to_thread(self._publish, snapshot, number, began)
         gone = self._versions[:-_KEPT]
@@ -111,15 +113,19 @@ class Follower:
         self.version = 0  # in the engine
 
     @contextlib.asynccontextmanager
-    async def following(self, line: Line) -> AsyncGenerator[None]:
-        """It has the line's newest version when the block begins."""
-        self._fleet.send(Work("serve", line.settings, line.mbit_s))
+    async def following(self, line: Line, *, held: bool = True) -> AsyncGenerator[None]:
+        """It has the line's newest version when the block begins; `held`: its link is."""
+        self._fleet.send(Work("serve", line.settings, line.mbit_s if held else None))
         if line.version != self.version:
             await self.arrival(line.version)
         yield
         self._fleet.send("stop")
         while await self._fleet.receive(dict[str, Any], _ARRIVES_S) != [{}]:
             pass
+
+    def check(self) -> None:
+        """Raise SluiceError if it has ended."""
+        self._fleet.check()
 
     async def arrival(self, version: int) -> Arrived:
         while True:

@@ -193,7 +193,8 @@ async def _trips(
         line = lines[side]
         if line.version < 0:  # an anchor, which nobody times
             await line.publish(training.snapshot(), 0.0)
-            return Trip(0.0)
+            async with follower.following(line, held=False):
+                return Trip(0.0)
         async with follower.following(line):
             crossed, began = line.store.crossed if line.store else 0, time.monotonic()
             published = await line.publish(training.snapshot(), began)
@@ -272,7 +273,7 @@ async def _beside(plan: Plan, training: Training, line: Line, follower: Follower
         async def all_run() -> bool:
             return any(row.get("running") == plan.rows for row in await broker.serving(line.run))
 
-        await until(all_run, "the sequences to run", _RUN_S)
+        await until(all_run, "the sequences to run", _RUN_S, check=follower.check)
         for _ in range(plan.beside):
             alone = [await asyncio.to_thread(training.step) for _ in range(_ALONE)]
             snapshot, began = training.snapshot(), time.monotonic()

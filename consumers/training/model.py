@@ -222,7 +222,7 @@ def write_weights(model: Any, tensors: Mapping[str, Tensor], target: Path) -> di
 
 
 def _write_file(file: Path, tensors: Mapping[str, Tensor]) -> Shard:
-    """One safetensors file, hashed as it is written: equal tensors make equal bytes."""
+    """One durable safetensors file, hashed as it is written: equal tensors make equal bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     ordered, end = sorted(tensors.items(), key=lambda each: (-each[1].element_size(), each[0])), 0
     for name, tensor in ordered:
@@ -239,6 +239,7 @@ def _write_file(file: Path, tensors: Mapping[str, Tensor]) -> Shard:
                 written = stream.write(block)
                 digest.update(block[:written])
                 left = left[written:]
+        os.fdatasync(stream.fileno())  # here, beside other files and the probe
     return Shard(8 + len(raw) + end, digest.hexdigest())
 
 

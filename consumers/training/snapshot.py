@@ -136,9 +136,10 @@ class Shadow:
         empty = {id(one): torch.nn.Parameter(torch.empty_like(one, device="meta"), False) for one in model.parameters()}
         self._model: Any = copy.deepcopy(model, empty).eval()
         layers: set[str] = set(getattr(model, "_no_split_modules", None) or ())
+        self._room: _Room = {}
         for module in _units(self._model, layers):
             inner = list(module.modules()) if type(module).__name__ in layers else [module]
-            lent = _Lent(inner, self._device)
+            lent = _Lent(inner, self._device, self._room)
             module.register_forward_pre_hook(lent.put)
             module.register_forward_hook(lent.take_back, always_call=True)
 
@@ -153,6 +154,7 @@ class Shadow:
                     owner._buffers[leaf] = tensor.to(self._device)
             return probe_score(self._model, list(token_ids), device=self._device)
         finally:
+            self._room.clear()
             for name, tensor in tensors.items():  # frees the copy
                 owner, leaf = self._owner(name)
                 if leaf in owner._parameters:
@@ -163,25 +165,39 @@ class Shadow:
         return self._model.get_submodule(path), leaf
 
 
+_Room = dict[torch.Size, list[Tensor]]
+"""Float32 tensors that nobody uses: layers have the same shapes, and new pages cost more than a cast."""
+
+
 class _Lent:
     """Hooks that give modules their parameters in float32, on the model's device, for the time of one forward pass."""
 
-    def __init__(self, modules: Iterable[Any], device: torch.device) -> None:
+    def __init__(self, modules: Iterable[Any], device: torch.device, room: _Room) -> None:
         self._owners = [module for module in modules if module._parameters]
-        self._device, self._own = device, list[dict[str, Any]]()
+        self._device, self._own, self._room = device, list[dict[str, Any]](), room
+        self._used: list[Tensor] = []
 
     def put(self, *_: Any) -> None:
         self._own = [dict(module._parameters) for module in self._owners]
         for module in self._owners:
             for name, value in module._parameters.items():
                 if value is not None:
-                    kind = torch.float32 if value.is_floating_point() else value.dtype
-                    module._parameters[name] = torch.nn.Parameter(value.to(self._device, kind), requires_grad=False)
+                    module._parameters[name] = torch.nn.Parameter(self._lent(value), requires_grad=False)
 
     def take_back(self, *_: Any) -> None:
         for module, own in zip(self._owners, self._own, strict=True):
             module._parameters.update(own)
-        self._own = []
+        for one in self._used:
+            self._room.setdefault(one.shape, []).append(one)
+        self._own, self._used = [], []
+
+    def _lent(self, value: Tensor) -> Tensor:
+        if not value.is_floating_point() or value.dtype == torch.float32:
+            return value.to(self._device)
+        free = self._room.get(value.shape)
+        made = free.pop() if free else torch.empty(value.shape, dtype=torch.float32, device=self._device)
+        self._used.append(made)
+        return made.copy_(value)
 
 
 def _units(module: Any, layers: set[str]) -> Generator[Any]:
