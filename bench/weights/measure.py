@@ -271,7 +271,7 @@ async def _beside(plan: Plan, training: Training, line: Line, follower: Follower
         await enqueue(broker.queue(line.run), _long_jobs(line.run, plan))
 
         async def all_run() -> bool:
-            return any(row.get("running") == plan.rows for row in await broker.serving(line.run))
+            return any(row.get("running", 0) >= plan.rows for row in await broker.serving(line.run))
 
         await until(all_run, "the sequences to run", _RUN_S, check=follower.check)
         for _ in range(plan.beside):
