@@ -48,7 +48,7 @@ class Training:
         self._tokens = torch.tensor(list(_text()), dtype=torch.long)
         self._steps = 0
         source.mkdir(parents=True)
-        config.dtype = torch.bfloat16
+        config.dtype, config.architectures = torch.bfloat16, [type(self.model).__name__]
         config.save_pretrained(source)
         tokenizer.save_pretrained(source)
         self.snapshot().write(source, source)

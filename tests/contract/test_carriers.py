@@ -507,7 +507,7 @@ def test_one_host_whose_disk_is_full_keeps_its_version_and_others_go_on(site: Si
         assert_same(worker.fetch(first), site.home / "model-0")
         worker.keep(first)
         (disk / "of-others").write_bytes(bytes(700_000))
-        second = publish(trainer, site, 1)
+        second = publish(trainer, site, 1, rows=2048)
         with pytest.raises(WeightsError, match=r"the disk is full.*weights\.cache_dir"):
             worker.fetch(second)
         assert_same(worker.fetch(first), site.home / "model-0")
