@@ -361,7 +361,7 @@ def request_for(
         seq_key=f"{claim.job_id}:{index}",
         prompt_token_ids=tuple(prompt.token_ids),
         sampling=sampling,
-        seed=seed_for(seed if sampling.seed is None else sampling.seed, claim.job_id, index),
+        seed=seed_for(seed if sampling.seed is None else sampling.seed, "" if job.seeded else claim.job_id, index),
         adapter=job.adapter,
         images=prompt.images,
         so_far=None if stored is None else stored.sampled,
@@ -386,6 +386,7 @@ def delta_of(claim: Claim, index: int, progress: Progress) -> bytes:
         offset=progress.offset,
         token_ids=progress.token_ids,
         logprobs=progress.logprobs,
+        ranked=progress.ranked,
     )
     return encode(delta)
 
@@ -422,6 +423,8 @@ def result_of(
         prompt_token_ids=TokenArray(output.prompt_token_ids),
         prompt_truncated=truncated,
         **output.sampled.columns(),
+        ranked=output.sampled.as_ranked(),
+        prompt_ranked=output.prompt_ranked,
         resumed_tokens=min(len(request.so_far), len(output.sampled)) if request.so_far else 0,
         text=output.text,
         raw_text=output.raw_text,

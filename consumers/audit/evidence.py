@@ -165,7 +165,7 @@ def _of_the_trainer(
     reshaped = np.zeros_like(sampled)
     for span in stored.sample.reshaped:
         reshaped[span.start : span.end] = True
-    masked = policy.on_reshaped == "mask"
+    masked = policy.enabled and policy.on_reshaped == "mask"
     off |= (why[LeftOut.reshaped] & ~(reshaped & masked)) | (is_on & reshaped & masked)
     unchecked: dict[Unchecked, Mask] = {}
     if config.rollout_matching.target is None:

@@ -55,8 +55,6 @@ def unknown_keys(kind: type, tree: Any, prefix: str = "") -> Iterator[tuple[str,
             continue
         elif isinstance(value, dict):
             places = [(f"{prefix}{key}.", cast("dict[Any, Any]", value))]
-        elif value is None and type(None) in get_args(fields[key]):
-            continue
         else:
             problem = f"{prefix}{key} must be a mapping, got {value!r:.60}; remove it or fill it in"
             yield problem, f"{prefix}{key}", tree, key

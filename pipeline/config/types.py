@@ -205,7 +205,8 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     request_timeout_s: float = 240.0  # keep it below the callers' timeout, so that they learn what the wait was for
     rollout_ttl_s: float = 3600.0  # a rollout without a call for this long is dropped, reason abandoned
     stream_tokens: int = 4  # tokens per streamed event
-    tool_parser: str = "hermes"  # how the model writes tool calls: hermes, or package.module:function
+    tool_parser: str = "hermes"  # how the model writes tool calls: hermes, vllm:NAME, or package.module:function
+    reasoning_parser: str = ""  # how it writes what it thinks: vllm:NAME; "": it is part of the text
     max_body_mb: float = 16  # per request
 
 

@@ -29,6 +29,7 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.queue import JobQueue, joined
 from sluice.pipeline.wire.keys import ARQ_JOB, Keys
 from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, TokenDelta, decode
+from sluice.pipeline.wire.sampled_tokens import Place, Ranked
 from sluice.pipeline.wire.tokens import FloatArray, TokenArray
 
 _BLOCK_S, _LOOK_S = 0.5, 1.0
@@ -103,7 +104,7 @@ class Replies:
             get_logger().warning("unreadable delta discarded", error=str(error))
             return
         for expected, one in self._find(delta.seq_id):
-            one.add(delta.offset, delta.token_ids, delta.logprobs)
+            one.add(delta.offset, delta.token_ids, delta.logprobs, delta.ranked)
             expected.changed()
 
     async def _look(self, asked: Sequence[Expected]) -> None:
@@ -157,7 +158,7 @@ def _catch_up(expected: Expected, one: Awaited, pieces: bytes | None) -> None:
     except MessageError as error:
         get_logger().warning("stored progress is unusable", sequence=one.seq_id, error=str(error))
         return
-    one.add(0, so_far.token_ids, so_far.logprobs)
+    one.add(0, so_far.token_ids, so_far.logprobs, so_far.ranked)
     expected.changed()
 
 
@@ -174,10 +175,11 @@ class Awaited:
         self.is_quiet = True  # nothing arrived since the last poll
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._places: list[Place] = []  # as many, or none
         self._num_shown = 0
         self._is_torn = False
 
-    def add(self, offset: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    def add(self, offset: int, tokens: Sequence[int], logprobs: Sequence[float], ranked: Ranked | None = None) -> None:
         """Tokens from `offset` on; known ones are skipped, those after a gap are sent again later."""
         have = len(self._tokens)
         if offset > have or self._is_torn or self.end is not None:
@@ -188,13 +190,14 @@ class Awaited:
             return
         self._tokens.extend(tokens[known:])
         self._logprobs.extend(logprobs[known:])
+        self._places.extend([] if ranked is None else ranked.places()[known:])
         self.is_quiet = False
 
     def finish(self, end: End) -> None:
         """Mark as ended; the first end counts."""
         if self.end is None:
             if isinstance(end, SequenceResult):
-                self.add(0, end.token_ids, end.logprobs)
+                self.add(0, end.token_ids, end.logprobs, end.ranked)
             self.end = end
 
     def unseen(self) -> Iterator[TokenDelta | End]:
@@ -203,7 +206,8 @@ class Awaited:
         if at < len(self._tokens) and not self._is_torn:
             self._num_shown = len(self._tokens)
             tokens, logprobs = TokenArray(self._tokens[at:]), FloatArray(self._logprobs[at:])
-            yield TokenDelta(seq_id=self.seq_id, offset=at, token_ids=tokens, logprobs=logprobs)
+            ranked = Ranked.of(self._places[at:]) if self._places else None
+            yield TokenDelta(seq_id=self.seq_id, offset=at, token_ids=tokens, logprobs=logprobs, ranked=ranked)
         if self.end is not None and not self.is_over:
             self.is_over = True
             yield self.end

@@ -16,7 +16,7 @@ import msgspec
 
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.wire.codec import SCHEMA, Wire, check_time, decode, encode, lone_surrogate
-from sluice.pipeline.wire.sampled_tokens import SampledTokens, check_columns
+from sluice.pipeline.wire.sampled_tokens import Ranked, SampledTokens, check_columns, check_ranked
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray, check_lengths
 
 __all__ = ["SCHEMA", "Wire", "decode", "encode"]
@@ -39,6 +39,7 @@ Message = dict[str, Any]
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 MAX_GRAMMAR = 65_536  # characters
 MAX_LISTED = 1024  # ids, words and biases of one request
+MAX_ALTERNATIVES = 20
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,6 +71,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     allowed_token_ids: tuple[int, ...] = ()  # no others are sampled; empty = all
     bad_words: tuple[str, ...] = ()  # never completed
     grammar: Grammar | None = None  # the answer matches it
+    top_logprobs: int | None = None  # likeliest tokens reported beside each sampled one, with its rank; None = neither
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens; None = nothing of the prompt
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -90,6 +93,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             (_few(self.logit_bias), f"logit_bias must have at most {MAX_LISTED} ids", len(self.logit_bias)),
             (_biases(self.logit_bias), "logit_bias must be in -100..100", self.logit_bias),
             (_few(self.bad_words), f"bad_words must have at most {MAX_LISTED} words", len(self.bad_words)),
+            (_listed(self.top_logprobs), f"top_logprobs must be in 0..{MAX_ALTERNATIVES}", self.top_logprobs),
+            (_listed(self.prompt_logprobs), f"prompt_logprobs must be in 0..{MAX_ALTERNATIVES}", self.prompt_logprobs),
             (all(word.strip() for word in self.bad_words), "bad_words must not be blank", list(self.bad_words)),
             (self.max_new_tokens >= 1, "max_new_tokens must be >= 1", self.max_new_tokens),
         )
@@ -130,6 +135,10 @@ def _biases(biases: dict[int, float]) -> bool:
     return all(-100 <= bias <= 100 for bias in biases.values())
 
 
+def _listed(count: int | None) -> bool:
+    return count is None or 0 <= count <= MAX_ALTERNATIVES
+
+
 class ImageRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An image by reference; its bytes never go through the queue. A digest given with a path or URL is checked. [P]"""
 
@@ -166,6 +175,7 @@ class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
     rollout_id: str | None = None  # agent rollouts only
     turn: int | None = None  # of the rollout, from 0
     reply_to: str | None = None  # the asking caller's mailbox: results go there, never into the training stream
+    seeded: bool = False  # the caller chose sampling.seed: the tokens depend on it and the index, not on the job's id
     stream_every: int = 0  # tokens between two TokenDeltas to the caller; 0 = none
     trace: dict[str, str] = {}  # W3C trace context: the parent of what is done for it
     metadata: dict[str, Any] = {}
@@ -239,6 +249,10 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     logprobs_mode: str = "raw_logprobs"  # [W] raw: temperature 1; processed_logprobs: the sampling temperature
     keeps_cache: bool = False  # [W] weights.keep_cache: after a change of weights, logprobs are of a stale cache
     sampling: SamplingParams = SamplingParams()  # [W] as in effect
+    ranked: Ranked | None = None  # [W] of each token, where sampling.top_logprobs asks; None: of none
+    prompt_ranked: Ranked | None = (
+        None  # [W] of the prompt's tokens after the first, where sampling.prompt_logprobs asks
+    )
     reshaped: list[Reshaped] = []  # [W] tokens drawn under a grammar, a list or a penalty that the run doesn't have
     timings: dict[str, float] = {}  # [W] seconds: queue_s, images_s, first_token_s, decode_s, behind_s; Unix: *_at
     trace: dict[str, str] = {}  # [P] carried through
@@ -250,6 +264,7 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
 
     def __post_init__(self) -> None:
         check_columns(self.seq_id, self)
+        check_ranked(self.seq_id, self.ranked, len(self.token_ids))
 
     @property
     def sampled(self) -> SampledTokens:
@@ -271,20 +286,24 @@ class Progress(Wire, frozen=True, kw_only=True, tag="progress"):
     token_ids: TokenArray
     logprobs: FloatArray  # nats, of each token under versions[i]
     versions: Runs
+    ranked: Ranked | None = None
 
     def __post_init__(self) -> None:
         check_lengths("progress", len(self.token_ids), logprobs=self.logprobs, versions=self.versions)
+        check_ranked("progress", self.ranked, len(self.token_ids))
 
     @classmethod
     def of(cls, offset: int, tokens: SampledTokens) -> Progress:
         """Mask and proximal logprobs stay behind: whoever continues the sequence scores it again."""
         columns = tokens.columns()
-        return cls(offset=offset, **{name: columns[name] for name in ("token_ids", "logprobs", "versions")})
+        kept = {name: columns[name] for name in ("token_ids", "logprobs", "versions")}
+        return cls(offset=offset, **kept, ranked=tokens.as_ranked())
 
     @property
     def sampled(self) -> SampledTokens:
         """Its per-token arrays as lists."""
-        return SampledTokens(list(self.token_ids), list(self.logprobs), list(self.versions))
+        ranked = [] if self.ranked is None else self.ranked.places()
+        return SampledTokens(list(self.token_ids), list(self.logprobs), list(self.versions), ranked=ranked)
 
 
 class ScoreJob(Wire, frozen=True, kw_only=True, tag="score_job"):
@@ -329,9 +348,11 @@ class TokenDelta(Wire, frozen=True, kw_only=True, tag="token_delta"):
     logprobs: FloatArray
     text: str = ""
     finish_reason: FinishReason | None = None
+    ranked: Ranked | None = None
 
     def __post_init__(self) -> None:
         check_lengths(self.seq_id, len(self.token_ids), logprobs=self.logprobs)
+        check_ranked(self.seq_id, self.ranked, len(self.token_ids))
 
 
 class GeometryTarget(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,9 +17,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
+
+from sluice.pipeline.errors import MessageError
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray, check_lengths
+
+
+class Place(NamedTuple):
+    """Where a token stands in the vocabulary, by raw logprobs, and the likeliest tokens there."""
+
+    rank: int  # 1: none is likelier
+    token_ids: tuple[int, ...] = ()  # the likeliest first
+    logprobs: tuple[float, ...] = ()  # nats, of these
+
+
+class Ranked(msgspec.Struct, frozen=True, kw_only=True):
+    """The places of tokens, each with as many of the likeliest tokens. [W]"""
+
+    ranks: TokenArray  # from 1
+    top_token_ids: TokenArray  # those of the first token, then of the next
+    top_logprobs: FloatArray  # nats, of these
+    logprobs: FloatArray = msgspec.field(default_factory=FloatArray)  # of the tokens, where the message has no others
+
+    def __post_init__(self) -> None:
+        count = len(self.ranks)
+        check_lengths("ranked", count, optional=True, logprobs=self.logprobs)
+        check_lengths("ranked", len(self.top_token_ids), top_logprobs=self.top_logprobs)
+        if len(self.top_token_ids) % count if count else len(self.top_token_ids):
+            raise MessageError(f"ranked: {len(self.top_token_ids)} alternatives for {count} tokens")
+
+    @classmethod
+    def of(cls, places: Sequence[Place], logprobs: Sequence[float] = ()) -> Ranked:
+        """Raises MessageError unless all have as many alternatives."""
+        return cls(
+            ranks=TokenArray(place.rank for place in places),
+            top_token_ids=TokenArray(token for place in places for token in place.token_ids),
+            top_logprobs=FloatArray(logprob for place in places for logprob in place.logprobs),
+            logprobs=FloatArray(logprobs),
+        )
+
+    def places(self) -> list[Place]:
+        """One for each token."""
+        count = len(self.top_token_ids) // max(1, len(self.ranks))
+        ids, logprobs = list(self.top_token_ids), list(self.top_logprobs)
+        starts = range(0, max(1, count) * len(self.ranks), max(1, count))
+        return [
+            Place(rank, tuple(ids[at : at + count]), tuple(logprobs[at : at + count]))
+            for rank, at in zip(self.ranks, starts, strict=True)
+        ]
 
 
 @dataclass(slots=True)
@@ -32,9 +79,12 @@ class SampledTokens:
     response_mask: list[int] = field(default_factory=list[int])
     proximal_logprobs: list[float] = field(default_factory=list[float])
     proximal_versions: list[int] = field(default_factory=list[int])
+    ranked: list[Place] = field(default_factory=list[Place])  # empty: not asked for
 
     def __post_init__(self) -> None:
         check_columns("sampled tokens", self)
+        if self.ranked and len(self.ranked) != len(self):
+            raise MessageError(f"sampled tokens: {len(self.ranked)} places for {len(self)} tokens")
 
     @classmethod
     def context(cls, token_ids: Sequence[int]) -> SampledTokens:
@@ -54,6 +104,7 @@ class SampledTokens:
             self.response_mask[part],
             self.proximal_logprobs[part],
             self.proximal_versions[part],
+            self.ranked[part],
         )
 
     def __add__(self, other: SampledTokens) -> SampledTokens:
@@ -62,6 +113,8 @@ class SampledTokens:
         return whole
 
     def __iadd__(self, other: SampledTokens) -> SampledTokens:
+        whole = (self.ranked or not len(self)) and (other.ranked or not len(other))
+        self.ranked = [*self.ranked, *other.ranked] if whole else []  # of all tokens, or of none
         if self.response_mask or other.response_mask:
             self._state_mask()
             self.response_mask += other.mask
@@ -74,8 +127,14 @@ class SampledTokens:
         self.versions += other.versions
         return self
 
-    def append(self, token: int, logprob: float, version: int, mask: int = 1) -> None:
+    def append(self, token: int, logprob: float, version: int, mask: int = 1, place: Place | None = None) -> None:
         """The next token."""
+        if len(self.ranked) < len(self):  # earlier ones have none
+            self.ranked = []
+        elif place is not None:
+            self.ranked.append(place)
+        elif self.ranked:  # nobody sampled it
+            self.ranked.append(Place(0, *[(0,) * len(self.ranked[0].token_ids)] * 2))
         if mask != 1 or self.response_mask:
             self._state_mask()
             self.response_mask.append(mask)
@@ -112,6 +171,10 @@ class SampledTokens:
         self._state_mask()
         return self
 
+    def as_ranked(self) -> Ranked | None:
+        """The places as a message has them."""
+        return Ranked.of(self.ranked) if self.ranked else None
+
     def columns(self) -> dict[str, Any]:
         """As fields of a `SequenceResult` or `TrainingSample`."""
         return {
@@ -131,6 +194,12 @@ class SampledTokens:
         if not self.proximal_versions:
             self.proximal_logprobs = list(self.logprobs)
             self.proximal_versions = [-1] * len(self)
+
+
+def check_ranked(where: str, ranked: Ranked | None, count: int) -> None:
+    """Raise MessageError unless there are none, or one for each token."""
+    if ranked is not None and len(ranked.ranks) != count:
+        raise MessageError(f"{where}: {len(ranked.ranks)} ranks for {count} tokens")
 
 
 def check_columns(where: str, columns: Any, *, stamped: bool = True) -> None:

@@ -71,7 +71,7 @@ class Trial:
         self._config, self._options = msgspec.structs.replace(config, rollout_server=own, images=images), options
         self._view = View(console or Console())
         self._renderer: Renderer = load_policy_tokenizer(config.model)
-        self._parser = load_tool_parser(config.gateway.tool_parser)
+        self._parser = load_tool_parser(config.gateway.tool_parser, self._renderer.tokenizer)
         self._runner, self._scope = asyncio.Runner(), AsyncExitStack()
         self._trainer: LocalTrainer | None = None
         self._reset()

@@ -43,6 +43,7 @@ from sluice.producers.gateway.structured_output import with_calls
 from sluice.producers.gateway.tool_calls import Parsed, ToolParser, assistant_message, read_calls
 from sluice.producers.gateway.trajectory import known_token_ids, path_to
 from sluice.producers.gateway.turns import Plan, digest, plan_tokens, plan_turn
+from sluice.producers.gateway.vllm_parsers import VllmReasoningParser
 
 T = TypeVar("T")
 
@@ -106,6 +107,7 @@ class Chat:
         *,
         renderer: Renderer,
         parser: ToolParser,
+        reasoning: VllmReasoningParser | None = None,
         decoding: Decoding,
         rollouts: Rollouts,
         metrics: Metrics,
@@ -113,7 +115,7 @@ class Chat:
     ) -> None:
         self._config, self._name, self._renderer, self.parser = config, name, renderer, parser
         self._decoding, self._rollouts, self._metrics = decoding, rollouts, metrics
-        self._images = images
+        self._images, self._reasoning = images, reasoning
         self._rendering = ThreadPool("render", _RENDERERS)
 
     def close(self) -> None:
@@ -122,6 +124,8 @@ class Chat:
 
     def marker(self, call: ChatCall) -> str | None:
         """Where the text of a stream ends for a tool call; None: nowhere, "": it comes whole."""
+        if self._reasoning is not None:
+            return ""
         return getattr(self.parser, "marker", "") if call.parses_tools else None
 
     @property
@@ -345,13 +349,26 @@ class Chat:
             sampling=sampling,
             deadline_s=gateway.request_timeout_s,
             adapter=request.model if request.model in self._config.worker.adapters else "",
+            seeded=sampling.seed != self._config.sampling.seed,
             stream_every=gateway.stream_tokens if request.stream else 0,
             **{"reply_to": self._name, **fields},
         )
 
     def _message(self, request: Asked, result: SequenceResult, key: str) -> Message:
-        parsed = read_calls(self.parser, result.text) if request.parses_tools else Parsed(result.text)
-        return assistant_message(parsed, key)
+        text, raw_text, thought = result.text, self._without_end(result.raw_text), ""
+        if not isinstance(request, ChatCall):
+            return assistant_message(Parsed(text), key)
+        formed = result.sampling.grammar
+        if self._reasoning is not None and (formed is None or formed.kind in ("regex", "grammar")):
+            thought, text = self._reasoning.split(text, raw_text, request.template_kwargs)
+            raw_text = raw_text[raw_text.rfind(text) :] if text else ""
+        parsed = read_calls(self.parser, text, raw_text, request.tools) if request.parses_tools else Parsed(text)
+        return assistant_message(parsed, key, thought)
+
+    def _without_end(self, text: str) -> str:
+        """The text before the token that ends the turn."""
+        ends = (self._renderer.tokenizer.decode([token]) for token in self._renderer.terminators)
+        return next((text.removesuffix(end) for end in ends if text.endswith(end)), text)
 
 
 def _answer(request: Asked, turns: Sequence[Turn], place: int, *, resynced: bool) -> Answer:

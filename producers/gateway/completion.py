@@ -23,6 +23,7 @@ import msgspec
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.messages import FinishReason, Message, SequenceResult, TokenDelta
+from sluice.pipeline.wire.sampled_tokens import Place
 from sluice.producers.gateway.refusals import Refusal, refusal_of
 from sluice.producers.gateway.requests import ChatRequest
 
@@ -128,8 +129,36 @@ def by_id(token: int) -> dict[str, Any]:
 
 def openai_logprobs(result: SequenceResult, name: NameToken) -> dict[str, Any]:
     """In OpenAI's format."""
-    pairs = zip(result.token_ids, result.logprobs, strict=True)
-    return {"content": [{**name(token), "logprob": logprob, "top_logprobs": []} for token, logprob in pairs]}
+    places = [()] * len(result.token_ids) if result.ranked is None else map(_alternatives, result.ranked.places())
+    return {
+        "content": [
+            {**name(token), "logprob": logprob, "top_logprobs": [{**name(one), "logprob": its} for one, its in others]}
+            for token, logprob, others in zip(result.token_ids, result.logprobs, places, strict=True)
+        ]
+    }
+
+
+def _alternatives(place: Place) -> list[tuple[int, float]]:
+    return list(zip(place.token_ids, place.logprobs, strict=True))
+
+
+def prompt_logprobs(result: SequenceResult, name: NameToken) -> list[dict[str, Any] | None] | None:
+    """As vLLM: None for the first token, then by token id; None for a request that didn't ask."""
+    ranked = result.prompt_ranked
+    if ranked is None:
+        return None
+    found: list[dict[str, Any] | None] = [None]
+    for token, logprob, place in zip(result.prompt_token_ids[1:], ranked.logprobs, ranked.places(), strict=True):
+        entries = {token: (logprob, place.rank)}
+        for rank, (other, its) in enumerate(_alternatives(place), 1):
+            entries.setdefault(other, (its, rank))
+        found.append(
+            {
+                str(one): {"logprob": its, "rank": rank, "decoded_token": name(one)["token"]}
+                for one, (its, rank) in entries.items()
+            }
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +171,11 @@ class Answer:
     rollout: dict[str, Any] | None = None  # rollout_id, turn, parent, resynced
     asked: Sequence[Message] = ()  # the messages it answers, as they are kept: images by digest
 
-    def completion(self, *, logprobs: NameToken | None) -> dict[str, Any]:
-        """The whole answer."""
+    def completion(self, *, logprobs: NameToken | None, names: NameToken | None = None) -> dict[str, Any]:
+        """The whole answer. `names`: of the prompt's tokens, if their logprobs were asked for."""
         made = chat_completion(self.results, model=self.model, logprobs=logprobs, messages=self.messages)
+        if names is not None and (of_prompt := prompt_logprobs(self.results[0], names)) is not None:
+            made["prompt_logprobs"] = of_prompt
         return made if self.rollout is None else {**made, "rollout": self.rollout}
 
 
@@ -244,13 +275,27 @@ class ChatStream:
         """Bytes to send; exceptions of `source` pass through."""
         for index in range(len(self._texts)):
             yield event(self._chunks.delta(index, role="assistant", content=""))
-        async for one in texts(source, self._texts):
+        thoughts: list[dict[str, Any]] = []
+        async for one in texts(self._thinking(source, thoughts), self._texts):
+            while thoughts:  # before the text that follows them
+                yield event(thoughts.pop(0))
             if isinstance(one, Answer):
                 for chunk in self._end(one):
                     yield event(chunk)
             else:
                 yield event(self._chunks.delta(one[0], content=one[1]))
         yield DONE
+
+    async def _thinking(
+        self, source: AsyncIterator[TokenDelta | Answer], thoughts: list[dict[str, Any]]
+    ) -> AsyncIterator[TokenDelta | Answer]:
+        """The same; the answer's reasoning is put into `thoughts`."""
+        async for one in source:
+            if isinstance(one, Answer):
+                for index, message in enumerate(one.messages):
+                    if thought := message.get("reasoning"):
+                        thoughts.append(self._chunks.delta(index, reasoning=thought))
+            yield one
 
     def _end(self, answer: Answer) -> Iterator[dict[str, Any]]:
         for index, message in enumerate(answer.messages):

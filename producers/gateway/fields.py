@@ -44,7 +44,7 @@ _GUIDED = Rule("vLLM has it no more", instead="use structured_outputs, or remove
 _TEXT = Rule("the text has no special tokens; token_ids has all of them", (True,), "read token_ids, or remove it")
 _PLAIN_TEMPLATE = Rule("prompts are rendered with the model's own chat template, so that turns extend each other")
 _ENGINES_OWN = Rule("it is vLLM's own and would not reach its engine")
-_PROMPT_LOGPROBS = Rule("workers return log-probabilities of sampled tokens only")
+_PROMPT_LOGPROBS = Rule("prompt_logprobs are of all its tokens, or none")
 _TRUNCATED = Rule("a prompt is decoded whole or refused", instead="shorten the prompt")
 _UNREAD = Rule("a grammar holds for every token, thoughts included")
 _EXPERTS = Rule("routed experts are not returned", (0,))
@@ -52,9 +52,8 @@ _NO_IMAGE_OPTIONS = Rule("images are processed as model.preprocess says", ({},))
 
 _SAMPLING: dict[str, Rule] = {
     "ignore_eos": Rule("a sequence ends at its end-of-sequence token", (False,)),
-    "logprob_token_ids": Rule("workers return log-probabilities of sampled tokens only", ([],)),
+    "logprob_token_ids": Rule("log-probabilities are of the sampled and the likeliest tokens", ([],)),
     "min_tokens": Rule("a sequence ends at its end-of-sequence token", (0,)),
-    "prompt_logprobs": _PROMPT_LOGPROBS,
     "repetition_detection": Rule(
         "repetition is ended by the run's repeat guard", instead="configure `repeat_terminate`, or remove it"
     ),
@@ -119,7 +118,6 @@ CHAT: Mapping[str, Rule] = {
     "safety_identifier": LABEL,
     "service_tier": Rule("there is one tier", ("auto", "default")),
     "store": Rule("completions are not stored", (False,)),
-    "top_logprobs": Rule("workers return log-probabilities of sampled tokens only", (0,)),
     "verbosity": Rule("the model has no such setting", ("medium",), "say it in a message"),
     "web_search_options": Rule("nothing is searched"),
 }
@@ -237,7 +235,6 @@ RESPONSES: Mapping[str, Rule] = {
     "request_id": LABEL,
     "safety_identifier": LABEL,
     "service_tier": CHAT["service_tier"],
-    "top_logprobs": CHAT["top_logprobs"],
     "truncation": Rule(_TRUNCATED.why, ("disabled",), _TRUNCATED.instead),
 }
 """Of OpenAI's responses."""

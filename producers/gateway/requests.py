@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, StringConstraints, field_validator
 from sluice.pipeline.config.rules import MAX_REWARD_PARTS, REWARD_NAME
 from sluice.pipeline.config.types import Config, PolicyConfig
 from sluice.pipeline.errors import MessageError
-from sluice.pipeline.wire.messages import MAX_GROUP, Grammar, Message, RolloutHead, SamplingParams
+from sluice.pipeline.wire.messages import MAX_ALTERNATIVES, MAX_GROUP, Grammar, Message, RolloutHead, SamplingParams
 from sluice.producers.gateway import fields
 from sluice.producers.gateway.fields import ListedSchema
 from sluice.producers.gateway.refusals import Refusal
@@ -95,6 +95,9 @@ class SamplingOptions(ListedSchema):
         default=None, description="Their tokens, alone or after a space, are never completed."
     )
     structured_outputs: StructuredOutputs | None = Field(default=None, description="What the text must match.")
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_ALTERNATIVES, description="Of the prompt's tokens, with so many of the likeliest."
+    )
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT, description="Tokens per answer.")
     stop: str | Annotated[list[str], STOP] | None = Field(default=None, description="Texts that end the answer.")
     stop_token_ids: Annotated[list[TokenId], STOP] | None = Field(
@@ -112,6 +115,22 @@ class SamplingOptions(ListedSchema):
     def most_tokens(self) -> int | None:
         """Of an answer; None: the run's."""
         return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """The likeliest tokens beside each sampled one; 0: its rank alone."""
+        return None
+
+    @property
+    def of_prompt(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return self.prompt_logprobs
+
+    def check_prompt_logprobs(self, stream: bool | None, where: str = "") -> None:
+        """Raises Refusal (400) in a stream, as vLLM does."""
+        if stream and self.of_prompt is not None:
+            path = f"{where}prompt_logprobs"
+            raise Refusal(400, f"{path} (or echo with logprobs) goes with whole answers; remove stream", path)
 
     @property
     def grammar(self) -> Grammar | None:
@@ -140,6 +159,8 @@ class SamplingOptions(ListedSchema):
             "allowed_token_ids": None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             "bad_words": None if self.bad_words is None else tuple(self.bad_words),
             "grammar": self.grammar,
+            "top_logprobs": self.alternatives,
+            "prompt_logprobs": self.of_prompt,
             "stop": _strings(self.stop),
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             "seed": self.seed,
@@ -201,6 +222,9 @@ class ChatRequest(FormattedOptions, CompletionsRequest):  # type: ignore[misc]
     logprobs: bool | None = Field(  # type: ignore[assignment]
         default=None, description="Also add OpenAI's form to each choice; the top-level `logprobs` is always there."
     )
+    top_logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_ALTERNATIVES, description="The likeliest tokens in each entry of `logprobs`."
+    )
     return_token_ids: bool | None = Field(
         default=None, description="vLLM's; the ids of the prompt and the answer are always there."
     )
@@ -244,6 +268,11 @@ class ChatRequest(FormattedOptions, CompletionsRequest):  # type: ignore[misc]
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def alternatives(self) -> int | None:
+        """As `top_logprobs` says."""
+        return self.top_logprobs or None
+
+    @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with its token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -253,6 +282,9 @@ class ChatRequest(FormattedOptions, CompletionsRequest):  # type: ignore[misc]
         self.check_fields()
         if self.stream_options is not None:
             self.stream_options.check_fields("stream_options.")
+        if self.top_logprobs and not self.logprobs:
+            raise Refusal(400, "top_logprobs goes with logprobs: true; send it", "top_logprobs")
+        self.check_prompt_logprobs(self.stream)
         self.check_rollout(self.rollout_id)
 
 

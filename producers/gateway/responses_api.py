@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from sluice.pipeline.wire.messages import Message, SamplingParams, TokenDelta
+from sluice.pipeline.wire.messages import MAX_ALTERNATIVES, Message, SamplingParams, TokenDelta
 from sluice.producers.gateway import fields
 from sluice.producers.gateway.completion import (
     Answer,
@@ -218,6 +218,9 @@ class ResponsesRequest(ListedSchema):
     )
     stop_token_ids: Annotated[list[TokenId], STOP] | None = Field(default=None, description="vLLM's.")
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="vLLM's.")
+    top_logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_ALTERNATIVES, description=f"The likeliest tokens in each entry; with `{_LOGPROBS}`."
+    )
     stream: bool | None = Field(default=None, description="Send the answer as server-sent events.")
     stream_options: StreamOptions | None = Field(default=None, description="Only with `stream`.")
     rollout_id: str | None = Field(
@@ -252,6 +255,8 @@ class ResponsesRequest(ListedSchema):
         if form is not None and self.structured_outputs is not None:
             raise _refused("text.format", "structured_outputs is there too; remove one of them")
         sampling = self._options().sampling(default)
+        if self.top_logprobs:
+            sampling = msgspec.structs.replace(sampling, top_logprobs=self.top_logprobs)
         return sampling if form is None else msgspec.structs.replace(sampling, grammar=form)
 
     def check(self) -> None:
@@ -259,6 +264,8 @@ class ResponsesRequest(ListedSchema):
         self.check_fields()
         if self.stream_options is not None:
             self.stream_options.check_fields("stream_options.")
+        if self.top_logprobs and not self.wants_logprobs:
+            raise _refused("top_logprobs", f"goes with {_LOGPROBS} in include; send it")
         for name in ("text", "reasoning"):
             if (part := getattr(self, name)) is not None:
                 part.check_fields(f"{name}.")

@@ -204,7 +204,7 @@ async def _chat(service: Service, body: ChatRequest, request: Request, idempoten
         first = await unless_gone(request, anext(source))  # refusals come before the first byte
         if isinstance(first, Answer) and not body.stream:
             count_tokens(service, first)
-            whole = first.completion(logprobs=names)
+            whole = first.completion(logprobs=names, names=service.token_names)
             return Response(msgspec.json.encode(whole), media_type=JSON)
         stream = ChatStream(
             body,

@@ -124,8 +124,8 @@ NO_TOOLS = ToolChoice(parses=False)
 class Structured(Protocol):
     """A tool parser that knows how its calls are written."""
 
-    def structure(self, functions: Sequence[JsonObject], one: bool) -> JsonObject:
-        """A format of xgrammar's structural tags: one or more calls of these functions."""
+    def structure(self, functions: Sequence[JsonObject], one: bool) -> JsonObject | None:
+        """A format of xgrammar's structural tags: one or more calls of these functions. None: it has none."""
         ...
 
 
@@ -138,12 +138,13 @@ def with_calls(
     if sampling.grammar != usual.grammar:
         message = "tool_choice: the answer can't be both a call and what another field asks for; remove one of them"
         raise Refusal(400, message, "tool_choice")
+    functions = [_function(tool) for tool in tools if choice.name in (None, _function(tool).get("name"))]
     structure = getattr(parser, "structure", None)
-    if structure is None:
+    written = None if structure is None else structure(functions, choice.one)
+    if written is None:
         message = "tool_choice: gateway.tool_parser doesn't say how its calls are written; send auto or none"
         raise Refusal(400, message, "tool_choice")
-    functions = [_function(tool) for tool in tools if choice.name in (None, _function(tool).get("name"))]
-    tag = {"type": "structural_tag", "format": structure(functions, choice.one)}
+    tag = {"type": "structural_tag", "format": written}
     return msgspec.structs.replace(sampling, grammar=grammar("structural_tag", tag, "tools"))
 
 

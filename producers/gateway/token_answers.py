@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from sluice.pipeline.wire.messages import SamplingParams, SequenceResult, TokenDelta
+from sluice.pipeline.wire.sampled_tokens import Place
 from sluice.producers.gateway.completion import (
     DONE,
     Answer,
@@ -18,6 +19,7 @@ from sluice.producers.gateway.completion import (
     fingerprint,
     finish_reason,
     place_of,
+    prompt_logprobs,
     repeat_terminate_triggered,
     usage,
 )
@@ -60,7 +62,10 @@ class Completions:
             {
                 "index": index,
                 "text": self._prompt(result) + self._text(result),
-                "logprobs": self._logprobs(result.token_ids, result.logprobs, 0),
+                "logprobs": self._whole_logprobs(result),
+                "prompt_logprobs": prompt_logprobs(result, self._names)
+                if self._request.prompt_logprobs is not None
+                else None,
                 **_ending(result, self._sampling),
                 **self._ids(result.prompt_token_ids, result.token_ids),
             }
@@ -82,16 +87,16 @@ class Completions:
         offsets = [0] * self._request.count  # characters of the tokens' own texts
         if self._request.echo:
             for index in range(self._request.count):
-                yield event(self._chunk(index, self._decode(prompt), [], [], offsets))
+                yield event(self._chunk(index, self._decode(prompt), [], [], [], offsets))
         async for one in source:
             if isinstance(one, TokenDelta):
-                index, tokens, logprobs = columns.of_delta(one)
-                yield event(self._chunk(index, texts[index].push(tokens), tokens, logprobs, offsets))
+                index, tokens, logprobs, places = columns.of_delta(one)
+                yield event(self._chunk(index, texts[index].push(tokens), tokens, logprobs, places, offsets))
                 continue
             for result in one.results:
-                tokens, logprobs = columns.rest(result)
+                tokens, logprobs, places = columns.rest(result)
                 text = texts[result.index].finish(self._text(result))
-                last = self._chunk(result.index, text, tokens, logprobs, offsets)
+                last = self._chunk(result.index, text, tokens, logprobs, places, offsets)
                 last["choices"][0] |= _ending(result, self._sampling) | self._prompt_ids(result)
                 last["system_fingerprint"] = fingerprint(result)
                 yield event(last if one.rollout is None else {**last, "rollout": one.rollout})
@@ -100,10 +105,16 @@ class Completions:
         yield DONE
 
     def _chunk(
-        self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[float], offsets: list[int]
+        self,
+        index: int,
+        text: str,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        places: Sequence[Place],
+        offsets: list[int],
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "text": text, "finish_reason": None}
-        choice["logprobs"] = self._logprobs(tokens, logprobs, offsets[index])
+        choice["logprobs"] = self._logprobs(tokens, logprobs, places, offsets[index])
         offsets[index] += sum(len(self._names(token)["token"]) for token in tokens)
         if self._request.return_token_ids:
             choice["token_ids"] = list(tokens)
@@ -118,13 +129,26 @@ class Completions:
     def _prompt(self, result: SequenceResult) -> str:
         return self._decode(list(result.prompt_token_ids)) if self._request.echo else ""
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any] | None:
+    def _whole_logprobs(self, result: SequenceResult) -> dict[str, Any] | None:
+        tokens, logprobs, places = list(result.token_ids), list[float | None](result.logprobs), _places(result)
+        if self._request.echo and result.prompt_ranked is not None:
+            tokens = [*result.prompt_token_ids, *tokens]
+            logprobs = [None, *result.prompt_ranked.logprobs, *logprobs]
+            places = [Place(0), *result.prompt_ranked.places(), *(places or [Place(0)] * len(result.token_ids))]
+        return self._logprobs(tokens, logprobs, places, 0)
+
+    def _logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[float | None], places: Sequence[Place], offset: int
+    ) -> dict[str, Any] | None:
         if self._request.logprobs is None:
             return None
         names = [self._names(token)["token"] for token in tokens]
         offsets = [offset + sum(map(len, names[:place])) for place in range(len(names))]
-        own = [{name: logprob} for name, logprob in zip(names, logprobs, strict=True)]
-        return {"tokens": names, "token_logprobs": list(logprobs), "top_logprobs": own, "text_offset": offsets}
+        top: list[dict[str, float] | None] = []
+        for name, logprob, place in zip(names, logprobs, places or [Place(0)] * len(names), strict=True):
+            others = {self._names(one)["token"]: its for one, its in zip(place.token_ids, place.logprobs, strict=True)}
+            top.append(None if logprob is None else {name: logprob, **others})
+        return {"tokens": names, "token_logprobs": list(logprobs), "top_logprobs": top, "text_offset": offsets}
 
     def _ids(self, prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
         if not self._request.return_token_ids:
@@ -148,9 +172,11 @@ class Generated:
             **self._head,
             "model": answer.model,
             "created": int(time.time()),
-            "choices": [self._choice(result, result.token_ids, result.logprobs) for result in answer.results],
+            "choices": [
+                self._choice(result, result.token_ids, result.logprobs, _places(result)) for result in answer.results
+            ],
             "usage": usage(answer.results),
-            "prompt_logprobs": None,
+            "prompt_logprobs": prompt_logprobs(answer.results[0], by_id),
             **self._about(answer),
         }
 
@@ -159,8 +185,9 @@ class Generated:
         columns = _Columns(self._request.sampling_params.count)
         async for one in source:
             if isinstance(one, TokenDelta):
-                index, tokens, logprobs = columns.of_delta(one)
-                choice = {"index": index, "token_ids": list(tokens), "logprobs": self._logprobs(tokens, logprobs)}
+                index, tokens, logprobs, places = columns.of_delta(one)
+                entries = self._logprobs(tokens, logprobs, places)
+                choice = {"index": index, "token_ids": list(tokens), "logprobs": entries}
                 yield event({**self._head, "choices": [{**choice, "finish_reason": None}]})
                 continue
             for result in one.results:
@@ -170,11 +197,13 @@ class Generated:
                 yield event({**self._head, "choices": [], "usage": usage(one.results)})
         yield DONE
 
-    def _choice(self, result: SequenceResult, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+    def _choice(
+        self, result: SequenceResult, tokens: Sequence[int], logprobs: Sequence[float], places: Sequence[Place]
+    ) -> dict[str, Any]:
         return {
             "index": result.index,
             "token_ids": list(tokens),
-            "logprobs": self._logprobs(tokens, logprobs),
+            "logprobs": self._logprobs(tokens, logprobs, places),
             "weight_versions": _spans(list(result.versions)),
             **_ending(result, self._sampling),
         }
@@ -184,15 +213,28 @@ class Generated:
         found: dict[str, Any] = {"prompt_token_ids": ids} if self._request.return_token_ids else {}
         return found if answer.rollout is None else {**found, "rollout": answer.rollout}
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+    def _logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[float], places: Sequence[Place]
+    ) -> dict[str, Any] | None:
         """Both dialects: older vLLM names a token `token_id:N`, newer ones have `token_id`."""
-        if self._request.sampling_params.logprobs is None:
+        most = self._request.sampling_params.logprobs
+        if most is None:
             return None
-        entries = [
-            {**by_id(token), "token_id": token, "logprob": logprob, "rank": None}
-            for token, logprob in zip(tokens, logprobs, strict=True)
-        ]
-        return {"content": [{**entry, "top_logprobs": [entry]} for entry in entries]}
+        content: list[dict[str, Any]] = []
+        for token, logprob, place in zip(tokens, logprobs, places or [Place(0)] * len(tokens), strict=True):
+            top = {token: _entry(token, logprob, place.rank)}
+            for rank, (one, its) in enumerate(zip(place.token_ids, place.logprobs, strict=True), 1):
+                top.setdefault(one, _entry(one, its, rank))
+            content.append({**top[token], "top_logprobs": list(top.values())[: max(most, 1)]})
+        return {"content": content}
+
+
+def _entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+    return {**by_id(token), "token_id": token, "logprob": logprob, "rank": rank or None}
+
+
+def _places(result: SequenceResult) -> list[Place]:
+    return [] if result.ranked is None else result.ranked.places()
 
 
 class _Columns:
@@ -201,20 +243,21 @@ class _Columns:
     def __init__(self, count: int) -> None:
         self._sent = [0] * count
 
-    def of_delta(self, delta: TokenDelta) -> tuple[int, list[int], list[float]]:
-        """Its index, and the new tokens and logprobs. A delta that would leave a gap waits for the result."""
+    def of_delta(self, delta: TokenDelta) -> tuple[int, list[int], list[float], list[Place]]:
+        """Its index, and the new tokens, logprobs and places. A delta that would leave a gap waits for the result."""
         index = place_of(delta)
         known = self._sent[index] - delta.offset
         if known < 0:
-            return index, [], []
+            return index, [], [], []
+        places = [] if delta.ranked is None else delta.ranked.places()[known:]
         tokens, logprobs = list(delta.token_ids)[known:], list(delta.logprobs)[known:]
         self._sent[index] += len(tokens)
-        return index, tokens, logprobs
+        return index, tokens, logprobs, places
 
-    def rest(self, result: SequenceResult) -> tuple[list[int], list[float]]:
+    def rest(self, result: SequenceResult) -> tuple[list[int], list[float], list[Place]]:
         """What no delta brought."""
         sent = self._sent[result.index]
-        return list(result.token_ids)[sent:], list(result.logprobs)[sent:]
+        return list(result.token_ids)[sent:], list(result.logprobs)[sent:], _places(result)[sent:]
 
 
 def _spans(versions: Sequence[int]) -> list[dict[str, Any]]:

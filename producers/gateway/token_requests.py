@@ -6,6 +6,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import ConfigDict, Field
 
+from sluice.pipeline.wire.messages import MAX_ALTERNATIVES
 from sluice.producers.gateway import fields
 from sluice.producers.gateway.fields import ListedSchema
 from sluice.producers.gateway.refusals import Refusal
@@ -33,8 +34,10 @@ class CompletionRequest(FormattedOptions):
         description="Text or token ids, or a list of either."
     )
     rollout_id: str | None = _ROLLOUT
-    echo: bool | None = Field(default=None, description="The text begins with the prompt's. Not with `logprobs`.")
-    logprobs: int | None = Field(default=None, ge=0, description="0: of the sampled tokens; no others are returned.")
+    echo: bool | None = Field(default=None, description="The text begins with the prompt's, and `logprobs` too.")
+    logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_ALTERNATIVES, description="Of each token, and of so many of the likeliest."
+    )
     add_special_tokens: bool | None = Field(default=None, description="With text; null: true, as in vLLM.")
     stream: bool | None = Field(default=None, description="Send the answer as server-sent events. With one prompt.")
     stream_options: StreamOptions | None = Field(default=None, description="Only with `stream`.")
@@ -52,17 +55,22 @@ class CompletionRequest(FormattedOptions):
             return [cast("list[int]", self.prompt)]
         return cast("list[str] | list[list[int]]", self.prompt)
 
+    @property
+    def alternatives(self) -> int | None:
+        """As `logprobs` says."""
+        return self.logprobs or None
+
+    @property
+    def of_prompt(self) -> int | None:
+        """As `prompt_logprobs` says, or `echo` with `logprobs`."""
+        return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
+
     def check(self) -> None:
         """Raises Refusal (400)."""
         self.check_fields()
         check_stream_options(self.stream_options)
         self.check_rollout(self.rollout_id)
-        if self.logprobs:
-            why = "workers return log-probabilities of sampled tokens only; send 0, or remove it"
-            raise Refusal(400, f"logprobs above 0 is not supported: {why}", "logprobs")
-        if self.echo and self.logprobs is not None:
-            why = "the prompt's tokens have no log-probabilities; remove one of them"
-            raise Refusal(400, f"echo with logprobs is not supported: {why}", "echo")
+        self.check_prompt_logprobs(self.stream)
         if not self.prompts or any(not prompt for prompt in self.prompts):
             raise Refusal(400, "prompt has no tokens; send at least one", "prompt")
         if len(self.prompts) > 1 and self.rollout_id is not None:
@@ -79,8 +87,14 @@ class GenerateSampling(SamplingOptions):
     logprobs: int | None = Field(
         default=None,
         ge=0,
-        description="0 or 1: of the sampled tokens; `top_logprobs` has the sampled token alone.",
+        le=MAX_ALTERNATIVES,
+        description="Of the sampled tokens; `top_logprobs` has them first, then the likeliest others, so many in all.",
     )
+
+    @property
+    def alternatives(self) -> int | None:
+        """As `logprobs` says; 0: ranks."""
+        return self.logprobs
 
 
 class GenerateRequest(ListedSchema):
@@ -111,9 +125,7 @@ class GenerateRequest(ListedSchema):
         sampling = self.sampling_params
         sampling.check_fields("sampling_params.")
         sampling.check_rollout(self.rollout_id)
-        if (sampling.logprobs or 0) > 1:
-            why = "workers return log-probabilities of sampled tokens only; send 1, or remove it"
-            raise Refusal(400, f"sampling_params.logprobs above 1 is not supported: {why}", "sampling_params.logprobs")
+        sampling.check_prompt_logprobs(self.stream, "sampling_params.")
         unskipped = (sampling.model_extra or {}).get("skip_special_tokens") is False
         if unskipped and sampling.stop:
             why = "stop strings are searched in text without special tokens; use stop_token_ids"

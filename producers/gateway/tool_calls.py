@@ -80,13 +80,17 @@ class Hermes:
         return Parsed("\n".join(part for piece in kept if (part := piece.strip())), calls)
 
 
-def load_tool_parser(name: str) -> ToolParser:
-    """`hermes`, or `package.module:function`. Raises ConfigError."""
+def load_tool_parser(name: str, tokenizer: Any = None) -> ToolParser:
+    """`hermes`, `vllm:NAME` with this tokenizer, or `package.module:function`. Raises ConfigError."""
     if name == "hermes":
         return Hermes()
+    if name.startswith("vllm:"):
+        from sluice.producers.gateway.vllm_parsers import VllmToolParser  # vLLM takes seconds to import
+
+        return VllmToolParser(name.removeprefix("vllm:"), tokenizer)
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
-        raise ConfigError(f"gateway.tool_parser: {name!r} is neither hermes nor package.module:function")
+        raise ConfigError(f"gateway.tool_parser: {name!r} is none of hermes, vllm:NAME and package.module:function")
     try:
         parser = getattr(importlib.import_module(module_name), attribute)
     except Exception as error:  # importing runs the user's code, which may raise anything
@@ -98,18 +102,23 @@ def load_tool_parser(name: str) -> ToolParser:
     return cast(ToolParser, parser)
 
 
-def read_calls(parser: ToolParser, text: str) -> Parsed:
-    """What the parser finds; all of it stays text if one of its calls can't be sent."""
-    found = parser(text)
+def read_calls(parser: ToolParser, text: str, raw_text: str = "", tools: Sequence[Any] = ()) -> Parsed:
+    """What the parser finds; all of it stays text if one of its calls can't be sent.
+
+    A parser with a method `read` also gets the text with special tokens, and the request's tools.
+    """
+    read = getattr(parser, "read", None)
+    found = parser(text) if read is None else read(text, raw_text, tools)
     if lone_surrogate([[call.name, call.arguments] for call in found.calls], "it"):
         return Parsed(text)
     return found
 
 
-def assistant_message(parsed: Parsed, key: str) -> dict[str, Any]:
-    """The message a client receives and sends back."""
+def assistant_message(parsed: Parsed, key: str, reasoning: str = "") -> dict[str, Any]:
+    """The message a client receives and sends back; with its reasoning or without makes no difference then."""
+    thought = {"reasoning": reasoning} if reasoning else {}
     if not parsed.calls:
-        return {"role": "assistant", "content": parsed.content}
+        return {"role": "assistant", **thought, "content": parsed.content}
     calls = [
         {
             "id": f"call_{key[:16]}_{place}",
@@ -118,7 +127,7 @@ def assistant_message(parsed: Parsed, key: str) -> dict[str, Any]:
         }
         for place, call in enumerate(parsed.calls)
     ]
-    return {"role": "assistant", "content": parsed.content or None, "tool_calls": calls}
+    return {"role": "assistant", **thought, "content": parsed.content or None, "tool_calls": calls}
 
 
 def _hermes_call(text: str) -> Call | None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.wire.messages import Progress, SamplingParams
-from sluice.pipeline.wire.sampled_tokens import SampledTokens
+from sluice.pipeline.wire.sampled_tokens import Ranked, SampledTokens
 from sluice.workers.engine.plugins.base import GenerationPlugin, Hook
 from sluice.workers.guard.repeat import RepeatTrigger
 from sluice.workers.guard.rules import GuardRules
@@ -104,6 +104,7 @@ class SequenceOutput:
     trigger: RepeatTrigger | None = None  # the repeat guard's, if that ended it
     first_token_at: float = field(default=0.0, compare=False)  # Unix seconds; 0: none was decoded
     fallback: dict[str, str] = field(default_factory=dict)  # wanted, used, reason: set if another backend decoded it
+    prompt_ranked: Ranked | None = None  # of the prompt's tokens after the first, where the request asks
 
     @property
     def token_ids(self) -> list[int]:

@@ -56,6 +56,8 @@ class LocalEngine:
             engine_version=facts.engine_version,
             prompt_token_ids=TokenArray(output.prompt_token_ids),
             **output.sampled.columns(),
+            ranked=output.sampled.as_ranked(),
+            prompt_ranked=output.prompt_ranked,
             text=output.text,
             raw_text=output.raw_text,
             finish_reason=output.finish_reason,

@@ -17,7 +17,7 @@ from typing import Any
 
 from sluice.pipeline.errors import EngineError
 from sluice.pipeline.wire.messages import Progress
-from sluice.pipeline.wire.sampled_tokens import SampledTokens
+from sluice.pipeline.wire.sampled_tokens import Place, Ranked, SampledTokens
 from sluice.workers.engine.constraints import Constraint, Grammars, Narrowed
 from sluice.workers.engine.contracts import DecodeEnding, EngineFacts, SequenceOutput, SequenceRequest
 from sluice.workers.engine.limits import check_request
@@ -43,6 +43,7 @@ class RunningSequence:
         "logprob_temperature",
         "narrowed",
         "prompt",
+        "prompt_ranked",
         "request",
         "sampled",
         "stop_reason",
@@ -76,6 +77,7 @@ class RunningSequence:
         self.finish_reason: DecodeEnding | None = None
         self.stop_reason: StopReason = None
         self.trigger: RepeatTrigger | None = None
+        self.prompt_ranked: Ranked | None = None
         self.tokenizer = tokenizer
         self.first_token_at = 0.0  # Unix seconds, of the first one that is decoded here
         self._limit = sampling.max_new_tokens
@@ -104,14 +106,19 @@ class RunningSequence:
         """Something other than ids and length can end it, so it must be checked token by token."""
         return self._watch is not None
 
-    def push(self, token: int, logprob: float, version: int) -> bool:
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether the prompt's logprobs are asked for, and not known yet."""
+        return self.request.sampling.prompt_logprobs is not None and self.prompt_ranked is None
+
+    def push(self, token: int, logprob: float, version: int, place: Place | None = None) -> bool:
         """Take the next token; True if it ends the sequence.
 
         Raises EngineError for a NaN, RequestError for a token that the request excludes.
         """
         if not self.first_token_at:
             self.first_token_at = time.time()
-        self._take(token, logprob, version)
+        self._take(token, logprob, version, place)
         request = self.request
         if self.finish_reason is None:
             if request.deadline_at is not None and time.monotonic() > request.deadline_at:
@@ -160,17 +167,18 @@ class RunningSequence:
             stop_reason=self.stop_reason,
             trigger=self.trigger,
             first_token_at=self.first_token_at,
+            prompt_ranked=self.prompt_ranked,
         )
 
     def _check(self, logprob: float, at: int) -> None:
         if math.isnan(logprob):
             raise EngineError(f"{self.request.seq_key}: the model returned NaN at token {at}; check its weights")
 
-    def _take(self, token: int, logprob: float, version: int) -> None:
+    def _take(self, token: int, logprob: float, version: int, place: Place | None = None) -> None:
         self._check(logprob, len(self.tokens))
         if self.narrowed is not None:
             self.narrowed.take(token)
-        self.sampled.append(token, logprob, version)
+        self.sampled.append(token, logprob, version, place=place)
         if token in self._ends:
             self.end("stop", self._ends[token])
         elif self._watch is not None and (found := self._watch.push(token)) is not None:
@@ -183,8 +191,11 @@ class RunningSequence:
         so_far = self.request.so_far
         if so_far is None:
             return
-        for token, logprob, version in zip(so_far.token_ids, so_far.logprobs, so_far.versions, strict=True):
-            self._take(token, logprob, version)
+        places = so_far.ranked or [None] * len(so_far)
+        for token, logprob, version, place in zip(
+            so_far.token_ids, so_far.logprobs, so_far.versions, places, strict=True
+        ):
+            self._take(token, logprob, version, place)
             if self.finish_reason is not None:
                 return
 

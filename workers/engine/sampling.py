@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from sluice.pipeline.wire.messages import SamplingParams
+from sluice.pipeline.wire.sampled_tokens import Place
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -242,6 +243,15 @@ def sample(
     if table.processed and table.draws.temperature is not None:
         raw = torch.log_softmax(logits / table.draws.temperature, dim=-1)
     return tokens, raw.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def places_of(logprobs: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Place]:
+    """The place of `tokens[i]` in row i of the logprobs (rows, vocab), with the row's `counts[i]` likeliest tokens."""
+    chosen = logprobs.gather(1, torch.tensor(list(tokens), device=logprobs.device).unsqueeze(1))
+    ranks = (logprobs >= chosen).sum(dim=1).tolist()
+    best = logprobs.topk(min(max(counts, default=0), logprobs.shape[1]), dim=1)
+    ids, values = best.indices.tolist(), best.values.tolist()
+    return [Place(ranks[row], tuple(ids[row][:count]), tuple(values[row][:count])) for row, count in enumerate(counts)]
 
 
 def _column(

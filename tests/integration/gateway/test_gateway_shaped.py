@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.config.types import BrokerConfig, Config, GatewayConfig
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import Grammar
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
-from tests.integration.gateway.harness import USER, Gateway, published, said, serving, user
+from tests.integration.gateway.harness import USER, Gateway, kept, published, said, serving, user
 from tests.roles import run_config
 from tests.tiny_models import build_tokenizer, save_tiny_model
 
@@ -27,6 +28,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "add", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "mul", "parameters": SCHEMA}},
 ]
+THINK = {"chat_template_kwargs": {"enable_thinking": True}}  # else this template ends the thoughts in the prompt
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
@@ -72,6 +74,9 @@ async def test_each_field_changes_the_answer(config: Config, backend: HfBackend)
         ):
             changed = await gateway.chat([USER], **SHORT, **fields)
             assert changed["token_ids"] != plain["token_ids"], fields
+        assert (await gateway.chat([USER], **SHORT | {"temperature": 2.0, "seed": 7}))["token_ids"] == warm["token_ids"]
+        other = await gateway.chat([USER], **SHORT | {"temperature": 2.0, "seed": 8})
+        assert other["token_ids"] != warm["token_ids"]
         cold = await gateway.chat([USER], **SHORT | {"temperature": 2.0, "seed": 7, "min_p": 0.9})
         assert cold["token_ids"] != warm["token_ids"]
         tokenizer = build_tokenizer()
@@ -179,3 +184,34 @@ async def test_what_the_run_can_not_do_is_refused_by_name(config: Config, backen
             status, where, message = await refused(gateway, chat, {"messages": [USER], **SHORT, **fields})
             assert (status, where) == (400, path), message
             assert says in message
+
+
+async def test_reasoning_and_calls_are_read_by_vllms_parsers(config: Config, backend: HfBackend) -> None:
+    """The message is made of them; the tokens of a rollout are what was sampled, and a message sent back without its
+    reasoning is the turn that was kept.
+    """
+    pytest.importorskip("vllm")
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save_pretrained(config.model.path)
+    names = GatewayConfig(tool_parser="vllm:hermes", reasoning_parser="vllm:deepseek_r1")
+    shape = {"structured_outputs": {"regex": "[ab]{3}</think>[cd]{3}"}, "temperature": 1.0, "max_tokens": 40, **THINK}
+    async with serving(msgspec.structs.replace(config, gateway=names), backend) as gateway:
+        first = await gateway.chat([USER], rollout_id="r", **shape)
+        thought, text = said(first)["reasoning"], said(first)["content"]
+        assert (len(thought), len(text)) == (3, 3)
+        assert build_tokenizer().decode(first["token_ids"], skip_special_tokens=True) == f"{thought}</think>{text}"
+        stream = await gateway.openai.chat.completions.create(
+            model="default", messages=[USER], stream=True, extra_body=shape | {"seed": 5}
+        )
+        deltas = [choice.delta.model_dump() async for chunk in stream for choice in chunk.choices]
+        shown = [name for delta in deltas for name in ("reasoning", "content") if delta.get(name)]
+        assert shown == ["reasoning", "content"]
+        more = [USER, {"role": "assistant", "content": text}, user("more")]
+        second = await gateway.chat(more, rollout_id="r", **SHORT, **THINK)
+        assert second["rollout"]["parent"] == 0
+        assert second["prompt_token_ids"][: len(kept(first))] == kept(first)
+        asked = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+        forced = await gateway.chat([USER], **asked, **LONG, **THINK)
+        assert "reasoning" not in said(forced), "its form leaves no room for thoughts"
+        assert forced["choices"][0]["finish_reason"] == "tool_calls"

@@ -186,3 +186,76 @@ async def test_tokens_are_repeated_by_key_and_refused_by_name(config: Config, ba
         ):
             status, answer = await gateway.post(path, body)
             assert (status, answer["error"]["param"]) == expected, answer
+
+
+async def test_the_likeliest_tokens_ranks_and_the_prompts_logprobs(config: Config, backend: HfBackend) -> None:
+    pytest.importorskip("vllm")
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+    from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
+        GenerateTokensResponse,
+        GenerateTokensStreamResponse,
+    )
+
+    prompt = [1, 2, 3, 40]
+    async with serving(config, backend) as gateway:
+        body: dict[str, Any] = {
+            "token_ids": prompt,
+            "sampling_params": {"max_tokens": 6, "temperature": 2.0, "seed": 4, "logprobs": 3, "prompt_logprobs": 2},
+        }
+        status, answer = await gateway.post(GENERATE, body)
+        assert status == 200, answer
+        read = GenerateTokensResponse.model_validate(answer)
+        content = (read.choices[0].logprobs and read.choices[0].logprobs.content) or []
+        assert len(content) == 6
+        for entry, sent in zip(content, answer["choices"][0]["logprobs"]["content"], strict=True):
+            assert entry.top_logprobs[0].token_id == entry.token_id, "the sampled one first"
+            assert len(entry.top_logprobs) == 3
+            assert all(one["token"] == f"token_id:{one['token_id']}" for one in [sent, *sent["top_logprobs"]])
+            others = [one.rank for one in entry.top_logprobs[1:]]
+            assert others == sorted(rank for rank in range(1, 4) if rank != entry.rank)[: len(others)]
+        assert any(entry.rank != 1 for entry in content), "not all of them were the likeliest"
+        assert read.prompt_logprobs
+        assert read.prompt_logprobs[0] is None
+        assert all(one and token in one for token, one in zip(prompt[1:], read.prompt_logprobs[1:], strict=True))
+        body["sampling_params"] = {**body["sampling_params"], "prompt_logprobs": None}
+        events = [
+            GenerateTokensStreamResponse.model_validate(event) for event in await streamed(gateway, GENERATE, body)
+        ]
+        parts = [choice.logprobs for event in events for choice in event.choices if choice.logprobs]
+        assert [entry for part in parts for entry in part.content or []] == content
+
+        asked: dict[str, Any] = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "logprobs": 2, "echo": True}
+        status, answer = await gateway.post("/v1/completions", asked)
+        assert status == 200, answer
+        [choice] = CompletionResponse.model_validate(answer).choices
+        assert choice.logprobs
+        assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == len(prompt) + 2
+        assert (choice.logprobs.token_logprobs[0], choice.logprobs.top_logprobs[0]) == (None, None)
+        own = [one.logprob for row in (read.prompt_logprobs or [])[1:] for one in list((row or {}).values())[:1]]
+        assert choice.logprobs.token_logprobs[1 : len(prompt)] == pytest.approx(own, abs=1e-5)
+        for value, top in zip(choice.logprobs.token_logprobs[1:], choice.logprobs.top_logprobs[1:], strict=True):
+            assert value in (top or {}).values()
+            assert 2 <= len(top or {}) <= 3
+        status, answer = await gateway.post(
+            "/v1/completions", {"prompt": prompt, "max_tokens": 2, "prompt_logprobs": 1}
+        )
+        [choice] = CompletionResponse.model_validate(answer).choices
+        assert choice.prompt_logprobs
+        assert len(choice.prompt_logprobs) == len(prompt)
+
+        chat: Any = await gateway.openai.chat.completions.create(
+            model="default", messages=[USER], logprobs=True, top_logprobs=4, max_tokens=5, temperature=0
+        )
+        for one in chat.choices[0].logprobs.content:
+            assert one.top_logprobs[0].token == one.token, "greedy"
+            assert len(one.top_logprobs) == 4
+        whole = await gateway.chat([USER], prompt_logprobs=0, **GREEDY)
+        assert len(ChatCompletionResponse.model_validate(whole).prompt_logprobs or []) == len(whole["prompt_token_ids"])
+        fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 5}
+        status, response = await gateway.post("/v1/responses", {"input": "a", **fields})
+        assert status == 200, response
+        entries = response["output"][0]["content"][0]["logprobs"]
+        assert {len(entry["top_logprobs"]) for entry in entries} == {2}
+        status, refused = await gateway.post("/v1/chat/completions", {"messages": [USER], "top_logprobs": 2})
+        assert (status, refused["error"]["param"]) == (400, "top_logprobs")

@@ -18,16 +18,24 @@ from dataclasses import dataclass
 import torch
 
 from sluice.pipeline.errors import EngineError, RequestError
+from sluice.pipeline.wire.sampled_tokens import Place, Ranked
 from sluice.workers.engine.adapters import OWN, Policies, Policy
 from sluice.workers.engine.constraints import NO_TOKEN
 from sluice.workers.engine.hf.adapters import Lora
 from sluice.workers.engine.hf.cache import DecodeCache, PrefillCache
 from sluice.workers.engine.hf.model import LoadedModel
-from sluice.workers.engine.hf.passes import forward, forward_scored, groups_by_length, left_padded, summed_logprob
+from sluice.workers.engine.hf.passes import (
+    forward,
+    forward_scored,
+    groups_by_length,
+    left_padded,
+    prompt_ranked,
+    summed_logprob,
+)
 from sluice.workers.engine.hf.rows import Row
 from sluice.workers.engine.hf.standby import Context, Slice
 from sluice.workers.engine.hf.vision import prefill_image
-from sluice.workers.engine.sampling import SamplingTable, sample
+from sluice.workers.engine.sampling import SamplingTable, places_of, sample
 from sluice.workers.guard.watch import GuardCost, force, triggered
 
 Ended = tuple[Row, EngineError | None]
@@ -180,6 +188,7 @@ class Decoder:
             ends = {index: rows[index].eos[0] for index in loops}
             allowed = force(logits.clone() if allowed is None else allowed, ends)
         tokens, logprobs = sample(logits, table, allowed)
+        places = _places(rows, logits, tokens)
         for index, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
             if index in errors:
                 continue
@@ -187,7 +196,7 @@ class Decoder:
                 if index in loops:
                     row.end_loop(loops[index])
                 else:
-                    row.accept(token, logprob, _policy(row).version, logits[index])
+                    row.accept(token, logprob, _policy(row).version, logits[index], places.get(index))
             except EngineError as error:
                 errors[index] = error
         return tokens, errors
@@ -268,12 +277,23 @@ def prefill(model: LoadedModel, rows: Sequence[Row], policies: Policies) -> tupl
     errors: Errors = {}
     for index, (row, tokens) in enumerate(zip(rows, unscored, strict=True)):
         try:
+            if row.wants_prompt:
+                row.prompt_ranked = _prompt_ranked(model, row)
             if tokens:
                 given, start = scores[done.pick[index]], begin[index]
                 row.score(_policy(row).version, tokens, [given[start + token] for token in tokens])
         except EngineError as error:
             errors[index] = (row, error)
     return done, errors
+
+
+def _prompt_ranked(model: LoadedModel, row: Row) -> Ranked:
+    """By a pass of its own: the shared one computes logits only where they are used. Raises RequestError."""
+    if row.vision is not None:
+        raise RequestError(f"{row.request.seq_key}: prompt_logprobs of a prompt with images aren't served; remove them")
+    count = row.request.sampling.prompt_logprobs or 0
+    with model.adapters.rows([_policy(row).lora]):
+        return prompt_ranked(model, row.prompt, count, row.logprob_temperature)
 
 
 def prefill_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
@@ -317,6 +337,18 @@ def _image_pass(
     with model.adapters.rows([_policy(rows[0]).lora]):
         logits, scores, offset = prefill_image(model, vision, rows[0].tokens, cache, first, temperature)
     return Prefilled(cache, logits, offset, [0] * len(rows)), scores.tolist(), [-(first or 0)] * len(rows)
+
+
+def _places(rows: Sequence[Row], logits: torch.Tensor, tokens: torch.Tensor) -> dict[int, Place]:
+    """By index, of the rows that ask for it."""
+    counts = {index: row.request.sampling.top_logprobs for index, row in enumerate(rows)}
+    asked = {index: count for index, count in counts.items() if count is not None}
+    if not asked:
+        return {}
+    at = list(asked)
+    warmth = logits.new_tensor([rows[index].logprob_temperature for index in at]).unsqueeze(1)
+    logprobs = torch.log_softmax(logits[at] / warmth, dim=-1)
+    return dict(zip(at, places_of(logprobs, tokens[at].tolist(), list(asked.values())), strict=True))
 
 
 def _policy(row: Row) -> Policy:

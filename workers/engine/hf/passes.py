@@ -13,9 +13,11 @@ import torch
 from transformers import Cache
 
 from sluice.pipeline.errors import RequestError
+from sluice.pipeline.wire.sampled_tokens import Place, Ranked
 from sluice.workers.engine.hf.cache import PrefillCache
 from sluice.workers.engine.hf.model import LoadedModel
 from sluice.workers.engine.limits import check_token_ids
+from sluice.workers.engine.sampling import places_of
 
 SCORED_LOGITS = 1 << 26
 """Logits held at a time while tokens are scored; bounds the memory of a prefill."""
@@ -96,6 +98,24 @@ def summed_logprob(model: LoadedModel, token_ids: Sequence[int]) -> float:
     inputs = torch.tensor([list(token_ids)], device=torch.device(model.facts.device))
     logits = model.module(input_ids=inputs, use_cache=False).logits[0, :-1].float()
     return torch.log_softmax(logits, dim=-1).gather(1, inputs[0, 1:, None]).double().sum().item()
+
+
+def prompt_ranked(model: LoadedModel, token_ids: Sequence[int], count: int, temperature: float = 1.0) -> Ranked:
+    """Logprobs and places of tokens 1.., with `count` alternatives each, by one pass over one row."""
+    padded, cache = left_padded(model, [token_ids]), PrefillCache(model.module.config)
+    inputs, mask, positions = padded
+    size, columns = max(2, SCORED_LOGITS // model.facts.vocab_size), len(token_ids)
+    places: list[Place] = []
+    chosen_ones: list[float] = []
+    for start in range(0, columns - 1, size):
+        end = min(start + size, columns)
+        here = slice(start, end)
+        logits = forward(model, inputs[:, here], mask[:, :end], positions[:, here], cache, keep=end - start)[0]
+        following = list(token_ids[start + 1 : end + 1])
+        logprobs = torch.log_softmax(logits[: len(following)] / temperature, dim=-1)
+        places += places_of(logprobs, following, [count] * len(following))
+        chosen_ones += logprobs[torch.arange(len(following)), following].tolist()
+    return Ranked.of(places, chosen_ones)
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ import torch
 
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.processor import VisionInputs
+from sluice.pipeline.wire.sampled_tokens import Place
 from sluice.workers.engine.adapters import Policy
 from sluice.workers.engine.constraints import Grammars
 from sluice.workers.engine.contracts import EngineFacts, SequenceRequest
@@ -51,9 +52,11 @@ class Row(RunningSequence):
             if self.tokens:
                 self._ask_hooks(self.hooks, torch.zeros(facts.vocab_size))
 
-    def accept(self, token: int, logprob: float, version: int, logits: torch.Tensor) -> None:
+    def accept(
+        self, token: int, logprob: float, version: int, logits: torch.Tensor, place: Place | None = None
+    ) -> None:
         """Take a sampled token; `logits` (vocab,) are untouched. Raises EngineError, RequestError."""
-        self.push(token, logprob, version)
+        self.push(token, logprob, version, place)
         if self.hooks is None:
             return
         self.hooks.take(token)

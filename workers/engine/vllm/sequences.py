@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from sluice.pipeline.errors import EngineError, RequestError, SluiceError, TornWeights
+from sluice.pipeline.wire.sampled_tokens import Place, Ranked
 from sluice.workers.engine.adapters import OWN, Policies, Policy
 from sluice.workers.engine.constraints import Constraint, Grammars
 from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
@@ -119,7 +120,7 @@ class Sequences:
         async with aclosing(self._outputs(prompt, vllm_scoring(), request_id, lora)) as outputs:
             async for output in outputs:
                 if scores := _prompt_scores(output):
-                    return sum(scores)
+                    return sum(logprob for logprob, _ in scores)
         raise EngineError("vLLM gave no score")
 
     def _begun(self, request: SequenceRequest, prompt: Sequence[int]) -> RunningSequence:
@@ -195,18 +196,20 @@ class Sequences:
         """vLLM ended it at the reserved id: ask the guard why. If the model chose that id, the sequence continues."""
         assert self._guard is not None
         assert entry.reserved is not None
-        (token, logprob), entry.reserved = entry.reserved, None
+        (token, logprob, place), entry.reserved = entry.reserved, None
         trigger = await self._guard.why(request_id)
         if trigger is not None:
             sequence.end_loop(trigger)
         else:
-            sequence.push(token, logprob, version)
+            sequence.push(token, logprob, version, place)
 
     async def _send(
         self, sequence: RunningSequence, entry: Entry, prompt: Any, request_id: str, policy: Policy
     ) -> None:
         """One request to vLLM; if the sequence ends here before it ends there, abort it there."""
-        version, loaded = policy.version, self.loaded
+        version, loaded, sampling = policy.version, self.loaded, sequence.request.sampling
+        if sequence.wants_prompt and len(sequence.prompt) == 1:  # vLLM returns nothing of it
+            sequence.prompt_ranked = Ranked.of(())
         final, unscored = None, sequence.unscored(version, policy.parent)
         guard = self._guard.arguments(sequence, request_id) if self._guard is not None else None
         # The tokens so far follow the expanded prompt: an image token among them is no placeholder.
@@ -214,19 +217,22 @@ class Sequences:
         outputs = self._outputs(prompt, vllm_sampling(sequence, guard, scores=bool(unscored)), request_id, policy.lora)
         async with aclosing(outputs):
             async for output in outputs:
-                if unscored and (scores := _prompt_scores(output)):
+                if (unscored or sequence.wants_prompt) and (scores := _prompt_scores(output)):
                     begin = len(sequence.prompt) - 1
-                    sequence.score(version, unscored, [scores[begin + token] for token in unscored])
+                    sequence.score(version, unscored, [scores[begin + token][0] for token in unscored])
                     unscored = []
+                    if sequence.wants_prompt:
+                        sequence.prompt_ranked = _ranked(scores[:begin], sampling.prompt_logprobs or 0)
                 self._entries.runs(entry)
                 completion = output.outputs[0]
                 final = completion.finish_reason
                 check_version(completion.weight_versions, loaded)
-                for token, logprob in zip(completion.token_ids, completion.logprobs.logprobs, strict=True):
+                entries = _sampled(completion.logprobs, sampling.top_logprobs)
+                for token, (logprob, place) in zip(completion.token_ids, entries, strict=True):
                     if guard is not None and token == guard.forced:
-                        entry.reserved = (token, logprob)
+                        entry.reserved = (token, logprob, place)
                         return
-                    if sequence.push(token, logprob, version):
+                    if sequence.push(token, logprob, version, place):
                         return
         if not (entry.aborted or entry.interrupted):
             raise EngineError(
@@ -262,9 +268,34 @@ def check_version(spans: Any, version: int) -> None:
         raise EngineError(f"vLLM sampled tokens under weights {odd[0].version}, and the loaded ones are v{version}")
 
 
-def _prompt_scores(output: Any) -> list[float]:
-    """Logprobs of the prompt's tokens 1.. ; only the first output after the prefill has them."""
-    return output.prompt_logprobs.logprobs if output.prompt_logprobs else []
+def _prompt_scores(output: Any) -> list[tuple[float, Place]]:
+    """Logprobs and places of the prompt's tokens 1.. ; only the first output after the prefill has them."""
+    return _positions(output.prompt_logprobs)[1:] if output.prompt_logprobs else []
+
+
+def _positions(flat: Any) -> list[tuple[float, Place]]:
+    """The chosen token's logprob and place at each position of vLLM's flat logprobs: itself, then the likeliest."""
+    found: list[tuple[float, Place]] = []
+    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
+        if start == end:  # a prompt's first token
+            found.append((0.0, Place(0)))
+            continue
+        others = slice(start + 1, end)
+        place = Place(flat.ranks[start] or 0, tuple(flat.token_ids[others]), tuple(flat.logprobs[others]))
+        found.append((flat.logprobs[start], place))
+    return found
+
+
+def _sampled(flat: Any, count: int | None) -> list[tuple[float, Place | None]]:
+    """The logprobs of sampled tokens, with `count` alternatives (None: without their places)."""
+    if count is None:
+        return [(logprob, None) for logprob in flat.logprobs]
+    return [(logprob, place) for logprob, place in _positions(flat)]
+
+
+def _ranked(scores: Sequence[tuple[float, Place]], count: int) -> Ranked:
+    places = [Place(place.rank, place.token_ids[:count], place.logprobs[:count]) for _, place in scores]
+    return Ranked.of(places, [logprob for logprob, _ in scores])
 
 
 class Entry:
@@ -279,7 +310,9 @@ class Entry:
         self.pausable = pausable  # it keeps its tokens when it is taken out
         self.request_id: str | None = None
         self.policy: Policy | None = None  # under which it was sent last
-        self.reserved: tuple[int, float] | None = None  # (token, logprob): the repeat guard's id was sampled
+        self.reserved: tuple[int, float, Place | None] | None = (
+            None  # (token, logprob, place): the repeat guard's id was sampled
+        )
         self.sequence: RunningSequence | None = None
         self.turn = asyncio.Event()  # it may be sent again after a pause, or was aborted
         self.aborted = False
@@ -464,8 +497,8 @@ def vllm_sampling(sequence: RunningSequence, guard: GuardArguments | None = None
         stop_token_ids=[*sequence.end_token_ids, *([guard.forced] if guard else [])],
         allowed_token_ids=list(request.allowed_token_ids) or None,
         ignore_eos=True,
-        logprobs=0,
-        prompt_logprobs=0 if scores else None,
+        logprobs=sampling.top_logprobs or 0,
+        prompt_logprobs=(sampling.prompt_logprobs or 0) if scores or sequence.wants_prompt else None,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,

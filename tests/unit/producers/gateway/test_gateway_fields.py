@@ -157,9 +157,8 @@ def test_vllms_own_sampling_params_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("request_class", "body", "path"),
     [
-        (CompletionRequest, {"prompt": "a", "logprobs": 2}, "logprobs"),
-        (CompletionRequest, {"prompt": "a", "logprobs": 0, "echo": True}, "echo"),
-        (CompletionRequest, {"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs"),
+        (CompletionRequest, {"prompt": "a", "logprobs": 0, "echo": True, "stream": True}, "prompt_logprobs"),
+        (CompletionRequest, {"prompt": "a", "prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
         (CompletionRequest, {"prompt": "a", "suffix": "b"}, "suffix"),
         (CompletionRequest, {"prompt": []}, "prompt"),
         (CompletionRequest, {"prompt": ["a", ""]}, "prompt"),
@@ -171,7 +170,16 @@ def test_vllms_own_sampling_params_change_nothing() -> None:
         (GenerateRequest, {"token_ids": [1], "features": {}}, "features"),
         (GenerateRequest, {"token_ids": [1], "output_mode": "text"}, "output_mode"),
         (GenerateRequest, {"token_ids": [1], "sampling_params": {"min_tokens": 2}}, "sampling_params.min_tokens"),
-        (GenerateRequest, {"token_ids": [1], "sampling_params": {"logprobs": 2}}, "sampling_params.logprobs"),
+        (
+            GenerateRequest,
+            {"token_ids": [1], "stream": True, "sampling_params": {"prompt_logprobs": 1}},
+            "sampling_params.prompt_logprobs",
+        ),
+        (
+            GenerateRequest,
+            {"token_ids": [1], "sampling_params": {"prompt_logprob_start": 1}},
+            "sampling_params.prompt_logprob_start",
+        ),
         (GenerateRequest, {"token_ids": [1], "sampling_params": {"max_token": 2}}, "sampling_params.max_token"),
         (
             GenerateRequest,

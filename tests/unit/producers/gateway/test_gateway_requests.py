@@ -51,7 +51,7 @@ def test_what_is_sent_counts() -> None:
         ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
         ({"guided_choice": ["a"]}, "guided_choice"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"store": True}, "store"),
