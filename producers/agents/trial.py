@@ -35,8 +35,9 @@ from sluice.producers.agents.state import app_state
 from sluice.producers.agents.tools.image import ToolImage
 from sluice.producers.gateway.completion import chat_completion
 from sluice.producers.gateway.images import RequestImages
-from sluice.producers.gateway.tool_calls import ToolParser, assistant_message, load_tool_parser
+from sluice.producers.gateway.tool_calls import ToolParser, assistant_message
 from sluice.producers.gateway.turns import Plan, plan_turn
+from sluice.producers.gateway.vllm_parsers import load_parser
 from sluice.producers.http.schemas import (
     CompletionsRequest,
     CompletionsResponse,
@@ -71,7 +72,7 @@ class Trial:
         self._config, self._options = msgspec.structs.replace(config, rollout_server=own, images=images), options
         self._view = View(console or Console())
         self._renderer: Renderer = load_policy_tokenizer(config.model)
-        self._parser = load_tool_parser(config.gateway.tool_parser, self._renderer.tokenizer)
+        self._parser = load_parser(config.gateway.tool_parser, self._renderer.tokenizer)
         self._runner, self._scope = asyncio.Runner(), AsyncExitStack()
         self._trainer: LocalTrainer | None = None
         self._reset()

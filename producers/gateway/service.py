@@ -32,9 +32,8 @@ from sluice.producers.gateway.infer import Inference
 from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.stored_responses import StoredResponses
-from sluice.producers.gateway.tool_calls import load_tool_parser
 from sluice.producers.gateway.trajectory import Closing
-from sluice.producers.gateway.vllm_parsers import load_reasoning_parser
+from sluice.producers.gateway.vllm_parsers import load_parser, load_reasoning_parser
 from sluice.producers.tokenizer import text_decoder, token_namer
 
 _PING_S = 2.0
@@ -98,7 +97,7 @@ def make_service(
     decoding = Decoding(queue, replies, gateway.request_timeout_s, exported)
     rollouts = Rollouts.of(client, keys, config)
     parts: dict[str, Any] = {"decoding": decoding, "rollouts": rollouts, "metrics": metrics}
-    parser = load_tool_parser(gateway.tool_parser, renderer.tokenizer)
+    parser = load_parser(gateway.tool_parser, renderer.tokenizer)
     reasoning = load_reasoning_parser(gateway.reasoning_parser, renderer.tokenizer)
     images = RequestImages(config, model_takes_images=bool(renderer.placeholders))
     chat = Chat(config, replies.name, renderer=renderer, parser=parser, reasoning=reasoning, images=images, **parts)

@@ -80,14 +80,10 @@ class Hermes:
         return Parsed("\n".join(part for piece in kept if (part := piece.strip())), calls)
 
 
-def load_tool_parser(name: str, tokenizer: Any = None) -> ToolParser:
-    """`hermes`, `vllm:NAME` with this tokenizer, or `package.module:function`. Raises ConfigError."""
+def load_tool_parser(name: str) -> ToolParser:
+    """`hermes`, or `package.module:function`; vLLM's are in vllm_parsers.py. Raises ConfigError."""
     if name == "hermes":
         return Hermes()
-    if name.startswith("vllm:"):
-        from sluice.producers.gateway.vllm_parsers import VllmToolParser  # vLLM takes seconds to import
-
-        return VllmToolParser(name.removeprefix("vllm:"), tokenizer)
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
         raise ConfigError(f"gateway.tool_parser: {name!r} is none of hermes, vllm:NAME and package.module:function")

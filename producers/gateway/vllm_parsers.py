@@ -13,7 +13,7 @@ from typing import Any
 from sluice.pipeline.config.suggest import nearest
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.logs import get_logger
-from sluice.producers.gateway.tool_calls import Call, Parsed
+from sluice.producers.gateway.tool_calls import Call, Parsed, ToolParser, load_tool_parser
 
 PREFIX = "vllm:"
 _REQUEST = "vllm.entrypoints.openai.chat_completion.protocol"
@@ -101,6 +101,13 @@ class VllmReasoningParser:
         adjusted = parser.adjust_request(asked)
         reasoning, content = parser.extract_reasoning(text if adjusted.skip_special_tokens else raw_text, adjusted)
         return reasoning, content
+
+
+def load_parser(name: str, tokenizer: Any) -> ToolParser:
+    """`vllm:NAME` with this tokenizer, or one of `load_tool_parser`. Raises ConfigError."""
+    if name.startswith(PREFIX):
+        return VllmToolParser(name.removeprefix(PREFIX), tokenizer)
+    return load_tool_parser(name)
 
 
 def load_reasoning_parser(name: str, tokenizer: Any) -> VllmReasoningParser | None:

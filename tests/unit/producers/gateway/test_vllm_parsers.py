@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sluice.pipeline.errors import ConfigError
-from sluice.producers.gateway.tool_calls import Call, Parsed, assistant_message, load_tool_parser, read_calls
-from sluice.producers.gateway.vllm_parsers import VllmReasoningParser, load_reasoning_parser
+from sluice.producers.gateway.tool_calls import Call, Parsed, assistant_message, read_calls
+from sluice.producers.gateway.vllm_parsers import VllmReasoningParser, load_parser, load_reasoning_parser
 from tests.tiny_models import build_tokenizer
 
 pytest.importorskip("vllm")
@@ -37,7 +37,7 @@ def tokenizer() -> Any:
 
 @pytest.mark.parametrize(("name", "text"), WRITTEN.items(), ids=WRITTEN)
 def test_calls_are_read_as_vllm_reads_them(tokenizer: Any, name: str, text: str) -> None:
-    parser = load_tool_parser(f"vllm:{name}", tokenizer)
+    parser = load_parser(f"vllm:{name}", tokenizer)
     found = read_calls(parser, text, text, TOOLS)
     assert [(call.name, json.loads(call.arguments)) for call in found.calls] == [("add", {"a": 1})]
     assert read_calls(parser, "just text", "just text", TOOLS) == Parsed("just text")
@@ -47,14 +47,14 @@ def test_calls_are_read_as_vllm_reads_them(tokenizer: Any, name: str, text: str)
 def test_a_call_can_be_forced_where_the_parser_knows_its_form(tokenizer: Any, name: str) -> None:
     import xgrammar
 
-    form = load_tool_parser(f"vllm:{name}", tokenizer).structure([FUNCTION], True)  # type: ignore[attr-defined]
+    form = load_parser(f"vllm:{name}", tokenizer).structure([FUNCTION], True)  # type: ignore[attr-defined]
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
     tag = json.dumps({"type": "structural_tag", "format": form})
     compiled = xgrammar.GrammarCompiler(info, max_threads=1).compile_structural_tag(tag)
     matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=[tokenizer.eos_token_id])
     assert matcher.accept_string(WRITTEN[name])
     assert not xgrammar.GrammarMatcher(compiled, override_stop_tokens=[tokenizer.eos_token_id]).accept_string("no")
-    assert load_tool_parser("vllm:pythonic", tokenizer).structure([FUNCTION], True) is None  # type: ignore[attr-defined]
+    assert load_parser("vllm:pythonic", tokenizer).structure([FUNCTION], True) is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", THINKING)
@@ -71,7 +71,7 @@ def test_reasoning_is_told_apart(tokenizer: Any, name: str) -> None:
 )
 def test_a_parser_that_can_not_be_used_is_refused_at_start(tokenizer: Any, name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"gateway\.tool_parser.*{says}"):
-        load_tool_parser(name, tokenizer)
+        load_parser(name, tokenizer)
 
 
 @pytest.mark.parametrize(
