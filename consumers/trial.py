@@ -26,6 +26,7 @@ from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.run import preflight
+from sluice.pipeline.status.text import counted
 from sluice.pipeline.terminal import say
 from sluice.pipeline.user_modules import installed
 from sluice.pipeline.wire.messages import DeadLetter, DecodeJob, SequenceResult, TrainingSample
@@ -179,7 +180,7 @@ def print_tried(tried: Tried) -> None:
     answers = [answer for row in tried.rows for answer in row.answers]
     rewards = [answer.reward for answer in answers if answer.reward is not None]
     lost = Counter(answer.reason for answer in answers if answer.reason)
-    parts = [f"{len(tried.rows)} rows, {len(answers)} answers, task {tried.task}"]
+    parts = [f"{counted(len(tried.rows), 'row')}, {counted(len(answers), 'answer')}, task {tried.task}"]
     if rewards:
         parts.append(f"mean reward {statistics.fmean(rewards):.4g}")
     parts += [f"{count} dropped: {reason}" for reason, count in lost.items()]
@@ -187,11 +188,11 @@ def print_tried(tried: Tried) -> None:
 
 
 def _print_answer(at: int, answer: Answer) -> None:
-    say(f"  answer {at}, {answer.num_tokens} tokens, {answer.finish_reason}")
+    say(f"  answer {at}, {counted(answer.num_tokens, 'token')}, {answer.finish_reason}")
     _line("text", answer.text)
     for name in ("parsed", "matched"):
         if value := getattr(answer, name):
-            _line(name, _short(value))
+            _line(name, "the text" if value == repr(answer.text) else _short(value))
     if answer.reward is not None:
         parts = ", ".join(f"{name} {value:.4g}" for name, value in answer.reward_parts.items())
         _line("reward", f"{answer.reward:.4g}" + (f" ({parts})" if parts else ""))
@@ -199,7 +200,7 @@ def _print_answer(at: int, answer: Answer) -> None:
         _line("dropped", f"{answer.reason}: {answer.detail}")
     else:
         advantage = "" if answer.advantage is None else f", advantage {answer.advantage:+.4g}"
-        _line("trained", f"{answer.trained_tokens} tokens{advantage}")
+        _line("trained", f"{counted(answer.trained_tokens, 'token')}{advantage}")
 
 
 def _line(name: str, text: str) -> None:

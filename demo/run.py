@@ -98,7 +98,7 @@ def _run(task: DemoTask, directory: Path, options: Options) -> tuple[int, dict[s
     summary: dict[str, Any] = heldout.scores(task) | counts
     summary |= {"worker_kills": int(drill.kill is not None), "versions": versions}
     summary |= {"mid_sequence_updates": len(landed.versions)} if landed else {}
-    summary |= _rollouts(task, run_dir)
+    summary |= _rollouts(task, run_dir) | _evaluated(task, run_dir)
     summary |= {"pipeline_s": round(pipeline_s, 1), "wall_s": round(time.monotonic() - started, 1)}
     cost = kill_cost_of(task, run_dir, drill)
     summary |= cost_keys(cost)
@@ -163,6 +163,12 @@ def _rollouts(task: DemoTask, run_dir: Path) -> dict[str, float]:
     """The score of the newest steps' training rollouts."""
     found = [step[task.rollouts.key] for step in read_steps(run_dir / "metrics.jsonl") if task.rollouts.key in step]
     return {"rollouts_last": round(fmean(found[-_LAST_STEPS:]), 4)} if found else {}
+
+
+def _evaluated(task: DemoTask, run_dir: Path) -> dict[str, float]:
+    """What `sluice status` shows under the same name: the run's own evaluation, by the measure of its task."""
+    value = read_summary(run_dir).evaluation.values.get(f"eval/{task.metric}")
+    return {} if value is None else {f"{task.metric}_evaluated": round(value, 4)}
 
 
 def tell(run_dir: Path, told: Report, heldout: Heldout, *, usual: bool) -> None:
@@ -254,6 +260,9 @@ def _print(task: DemoTask, summary: dict[str, Any], cost: KillCost | None, *, us
     updates = summary.get("mid_sequence_updates")
     last = summary.get("rollouts_last")
     rollouts = "" if last is None else f"  not the {last:.2f} of the last steps' {task.rollouts.meaning}\n"
+    own = summary.get(f"{task.metric}_evaluated")
+    if own is not None:
+        rollouts += f"  nor the {own:.2f} of `sluice status`: held-out problems, measured as the rollouts are\n"
     landed = "" if updates is None else f"; {updates} of them landed in the middle of sequences"
     is_part = task.num_followed < task.num_heldout
     followed = f"; the curve beside the run is of the first {task.num_followed} of them" * is_part

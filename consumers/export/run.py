@@ -45,7 +45,7 @@ _FETCHED_ROWS = 32  # rows whose images are fetched together
 
 
 LEFT_OUT = {
-    "no_weight": "none of their tokens has a cross-entropy weight",
+    "no_weight": "none of their tokens has a cross-entropy weight; --to trl --shape completion exports them as texts",
     "image_failed": "an image is gone, changed or not accepted; --images references exports them without copies",
     "gaps": "tokens without a weight between the trained ones; --to datasets exports them with their weights",
     "relabelled": "labels other than the tokens; --to datasets exports them with their labels",

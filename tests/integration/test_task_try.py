@@ -75,6 +75,7 @@ def test_a_task_without_a_reward_shows_what_its_steps_return(
     assert try_(model=model, data=data, rows=1, answers=1, overrides=(*SMALL, task)) == 0
     shown = capsys.readouterr().out
     assert "matched  Verdict(" in shown
+    assert "1 row, 1 answer, task exact_answer" in shown
     assert "trained  " in shown
 
 

@@ -231,6 +231,15 @@ def test_the_result_ends_with_the_reports_address(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
 
 
+def test_the_runs_own_score_of_the_same_name_is_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told, heldout = finished(tmp_path)
+    metric = told.task.metric
+    told = replace(told, summary=told.summary | {f"{metric}_evaluated": 0.987, "rollouts_last": 0.4})
+    tell(tmp_path, told, heldout, usual=True)
+    [line] = [one for one in capsys.readouterr().err.splitlines() if "0.99" in one]
+    assert line == "  nor the 0.99 of `sluice status`: held-out problems, measured as the rollouts are"
+
+
 def finished(run_dir: Path) -> tuple[Report, Heldout]:
     told = report_of(run_dir, load_task("arithmetic"))
     problems = told.task.heldout(told.task.num_heldout, 0)
