@@ -277,7 +277,7 @@ async def _overhead(plan: Plan, home: Path, brokers: dict[str, Broker]) -> dict[
 
 
 async def fill_history(config: Config, count: int) -> None:
-    """`count` finished sequences in groups of four, each with a reward."""
+    """`count` finished sequences in groups of four, each with a reward; raises SluiceError if not all were recorded."""
     codec = HFTextCodec(config.model.path)
     task = load_task(config.rollout_matching)
     context = TaskContext(codec=codec, options=config.rollout_matching, seed=config.seed, policy=config.policy)
@@ -301,6 +301,10 @@ async def fill_history(config: Config, count: int) -> None:
         await recorder.flush()
     finally:
         await recorder.close()
+    with contextlib.closing(HistoryReader(history_directory(config))) as reader:
+        kept = sum(reader.totals().values())
+    if kept != count:  # a full disk, say: the recorder never fails its role
+        raise SluiceError(f"only {kept} of {count} sequences are in the history; the warning above says why")
 
 
 async def fill_broker(broker: Broker, config: Config, count: int) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sluice.bench.operate import Plan, aims
-from sluice.pipeline.errors import ConfigError
+from sluice.bench.models import demo_model
+from sluice.bench.operate import Plan, aims, fill_history
+from sluice.pipeline.config import load_config
+from sluice.pipeline.errors import ConfigError, SluiceError
 from tests.benches import left_behind, run_bench
 
 
@@ -39,3 +41,11 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> No
     assert found["trace_overhead"] == pytest.approx(per_sequence_us / found["sequence_cpu_us"], rel=0.01)
     assert 11 < found["spans_per_sequence"] < 14
     assert left_behind(tmp_path) == ["model"]
+
+
+async def test_pages_over_a_history_that_lacks_sequences_are_no_measurement(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "history").write_text("a file where the folder should be")
+    config = load_config(None, ["run=r", f"run_dir={tmp_path}", f"model.path={demo_model(tmp_path)}"], environ={})
+    with pytest.raises(SluiceError, match="only 0 of 8 sequences are in the history"):
+        await fill_history(config, 8)
