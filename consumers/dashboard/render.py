@@ -52,6 +52,8 @@ NAVIGATION = (
     ("/config", "Config"),
     ("/runs", "Runs"),
 )
+STAGE_COLOURS = {"queue": 0, "decode": 1, "wait for a batch": 2, "score": 3, "train": 4, "publish": 5, "first token": 0}
+"""Of what time is spent on: the same on every page and in every run, whichever of them a run has."""
 MOST_ID = 512  # characters
 MOST_CHARS = 300
 MOST_CURSOR = 4000
@@ -84,7 +86,7 @@ def templates() -> Environment:
         lstrip_blocks=True,
     )
     made.filters.update(formats.FILTERS)
-    made.globals.update(asset=asset, navigation=NAVIGATION)
+    made.globals.update(asset=asset, navigation=NAVIGATION, stage_colours=STAGE_COLOURS)
     return made
 
 

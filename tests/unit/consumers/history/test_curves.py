@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sluice.consumers.dashboard.render import STAGE_COLOURS
 from sluice.consumers.history.curves import MOST_POINTS, Chart, RunCurves, line, overlaid
 from tests.finished import row
 
@@ -105,6 +106,8 @@ def test_times_are_means_of_the_newest(tmp_path: Path) -> None:
     assert dict(curves.times(rows)) == {
         "queue": 1.0, "decode": 1.5, "wait for a batch": 4.0, "score": 1.0, "train": 2.0, "publish": 3.0,
     }  # fmt: skip
+    colours = [STAGE_COLOURS[name] for name, _ in curves.times(rows)]
+    assert colours == sorted(set(colours)), "each of them has a colour of its own"
 
 
 def test_runs_are_drawn_over_each_other_in_colours_of_their_own(tmp_path: Path) -> None:
