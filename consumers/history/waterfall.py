@@ -29,6 +29,7 @@ from sluice.pipeline.wire.codec import read_json
 
 _SHOWN = 5  # ids, if a part of an id means several
 _BAR, _WIDE = 40, 150
+_SHORTEST_S = 0.0005  # of a step's part: a trainer without scores measures a few microseconds
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +125,7 @@ def _add_step(spans: Waterfall, directory: Path, row: SequenceRow, step: int, ha
         ("update", at - step_s, at),
     )
     for stage, start, until in parts:
-        if until > start:
+        if until - start > _SHORTEST_S:
             spans.add(stage, parent.child(stage), start, until, "trainer", parent=parent.span_id)
     published = published_at(directory / WEIGHTS, step, int(values.get("version", 0)))
     if published is None:

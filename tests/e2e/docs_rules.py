@@ -39,6 +39,7 @@ ELSEWHERE = (
     Rule(r"\bvllm serve ", "stock vllm", "tests/e2e/test_guard_stock_vllm.py does; the processor's name is imported"),
     Rule(r" --backend vllm ", "parsed", "20 s for a start; tests/contract run generation with vLLM"),
     Rule(r"^sluice bench ", "parsed", "minutes"),
+    Rule(r"^sluice (trace|replay) SEQ_ID ", "parsed", "needs an id: tests/unit/consumers/audit/test_replay.py has one"),
     Rule(r"^sluice demo", "parsed", "minutes"),
     Rule(r"^sluice audit \.sluice/demo/", "parsed", "of a demo's run; other pages audit one that is there"),
     Rule(r"trainer.external=true|examples/custom_trainer.py", "example", "tests/e2e/test_custom_trainer.py runs both"),

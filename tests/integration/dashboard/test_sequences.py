@@ -160,6 +160,10 @@ async def test_a_place_in_the_list_that_is_none_is_refused(shelf: Shelf) -> None
 async def test_a_scene_with_its_boxes_and_its_picture(shelf: Shelf) -> None:
     browser, run = shelf
     page = await text_of(browser, address("sequences", run, "scene:0"))
+    drawn = page.partition('<ol class="waterfall">')[2].partition("</ol>")[0]
+    stages = re.findall(r'class="name d(\d)">(\w[\w ]*)<', drawn)
+    assert stages[:5] == [("0", "job"), ("1", "queue"), ("1", "attempt"), ("1", "queue"), ("1", "attempt")]
+    assert "<b>not done</b>, no sign &lt;b&gt;of life" in drawn
     assert "1 matched, 1 false positive, 1 missed, 0 dropped" in page
     assert 'viewBox="0 0 720.0 360.0"' in page
     for css in ("truth matched", "prediction matched", "prediction false-positive", "truth missed"):

@@ -173,16 +173,18 @@ async def test_nothing_waits_for_a_collector_that_is_away_and_what_is_lost_is_co
             spans = [
                 Span(stage="job", ref=ref.child(number), start=now, end=now, role="worker") for number in range(2000)
             ]
-            began = time.monotonic()
             role.tracing.send(spans)
-            assert time.monotonic() - began < 0.4  # below the time-out of one batch
+            assert role.tracing.dropped <= 1400  # what the queue has no room for; none of the rest was waited for
 
             async def counted() -> bool:
-                return role.tracing.dropped >= 1400 + 512
+                return role.status.row.facts.get("spans_dropped", 0) >= 1400 + 512
 
             await eventually(counted, "the batch that nobody took to be counted")
-            assert role.status.row.facts["spans_dropped"] == role.tracing.dropped
-        assert role.tracing.dropped == 2000
+
+        async def all_lost() -> bool:
+            return role.tracing.dropped == 2000
+
+        await eventually(all_lost, "the last batch to be given up")
         assert role.tracing.sent == 0
 
 
