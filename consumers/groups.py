@@ -29,9 +29,9 @@ class Group:
     size: int
     members: dict[Place, SequenceResult | DeadLetter] = field(default_factory=dict)
     entry_ids: list[str] = field(default_factory=list)
-    entry_of: dict[Place, str] = field(default_factory=dict)  # of `entry_ids`, by member
     parts: dict[int, int] = field(default_factory=dict)  # index → number of parts
     unrecorded: list[DeadLetter] = field(default_factory=list)  # members that died here, not in the queue
+    entry_of: dict[Place, str] = field(default_factory=dict)  # of `entry_ids`, by member
 
     @property
     def complete(self) -> bool:
