@@ -35,7 +35,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "repeat-termination",
         "training-distributed",
     ),
-    "Extend it": ("tasks", "plugins", "remote-rollouts", "handoff", "architecture"),
+    "Extend it": ("tasks", "plugins", "remote-rollouts", "clients", "handoff", "architecture"),
     "Operate it": ("queue", "weights", "failures", "security", "kubernetes", "tuning", "audit", "traces"),
     "Look it up": ("cli", "config", "metrics", "wire", "measured", "project/changelog"),
     "Why it is so": ("decisions/index",),

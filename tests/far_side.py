@@ -38,6 +38,7 @@ class FarSide:
         self.headers: list[tuple[str, str | None]] = []
         self.finished: list[tuple[str, str]] = []
         self.rewards: list[float | None] = []  # of these, as they came
+        self.cancelled: list[Body] = []
         self.running = self.most = 0
         self._runners: list[web.AppRunner] = []
 
@@ -45,7 +46,8 @@ class FarSide:
         """The server's address."""
         get, post = web.get("/tools", self._tools), web.post("/rollout", self._rollout)
         more = [web.post("/v1/rollout/init", self._init), web.get("/rollout/{id}/status", self._status)]
-        return await self._serve([get, post, *more], port)
+        more += [web.get("/health", self._health), web.get("/rollout/{id}/result", self._result)]
+        return await self._serve([get, post, *more, web.post("/rollout/cancel", self._cancel)], port)
 
     async def start_gateway(self) -> str:
         """The gateway's address."""
@@ -88,6 +90,18 @@ class FarSide:
             return done if isinstance(done, web.Response) else await done
         finally:
             self.running -= 1
+
+    async def _result(self, request: web.Request) -> web.Response:
+        """Of the protocol in which it is asked for: what `script` gave, if the lease is right; before, it runs."""
+        name = request.match_info["id"]
+        if request.headers.get("X-Osmosis-Rollout-Lease") != f"lease of {name}":
+            return web.Response(status=403)
+        done = self.script(-1, {"rollout_id": name})
+        return done if isinstance(done, web.Response) else await done
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        self.cancelled.append(await request.json())
+        return web.json_response({"dispositions": {}})
 
     async def _init(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -242,7 +242,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
 
     url: str | None = None  # the rollout server; None: prompts become decode jobs
     gateway_url: str | None = None  # where it calls back; None: this host's gateways, round-robin
-    protocol: Literal["sync", "async"] = "sync"  # async: the answer comes by callback
+    protocol: Literal["sync", "async", "polling"] = "sync"  # async: answered by callback; polling: Osmosis' SDK 0.3
     tokenizer_name: str = "policy"  # tokenizer for the server to use
     tool_server_url: str | None = None  # an MCP server with more tools
     max_concurrent: int = 64  # concurrent rollouts

@@ -60,7 +60,12 @@ class Tokenizers:
         )
 
     async def get(self, name: str, revision: str | None = None) -> LoadedTokenizer:
-        """The tokenizer of this name. Raises RolloutError tokenizer_error."""
+        """The tokenizer of this name. Raises RolloutError tokenizer_error.
+
+        A directory has no revisions but `main`, which some callers always send.
+        """
+        if revision == "main" and Path(self._names.get(name, "")).is_dir():
+            revision = None
         key = (name, revision)
         if found := self._cached(key):
             return found

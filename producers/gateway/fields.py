@@ -217,6 +217,7 @@ MESSAGES_TOOL: Mapping[str, Rule] = {
 RESPONSES: Mapping[str, Rule] = {
     **{name: rule for name, rule in _OPENAI_STYLE.items() if name not in ("best_of", "request_id")},
     "access_programs": LABEL,
+    "client_metadata": LABEL,
     "background": Rule("an answer is sent to its call", (False,)),
     "context_management": Rule("the conversation is rendered as it is sent", ([],)),
     "conversation": Rule("conversations go on by previous_response_id", instead="send that"),

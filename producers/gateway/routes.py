@@ -116,6 +116,11 @@ def _add_chat(router: APIRouter, service: Service) -> None:
         """For agents whose only setting is the base URL: `{gateway}/rollouts/{rollout_id}/v1`."""
         return await _chat(service, in_rollout(body, header=x_rollout_id, url=rollout_id), request)
 
+    @router.post(f"/v1/rollouts/{ROLLOUT_ID}/chat/completions", summary="The same, as Osmosis' SDK has it", **said)
+    async def turn_of_agent(rollout_id: RolloutPath, body: _ChatBody, request: Request) -> Response:
+        """Its `chat_completions_url` is `{gateway}/v1/rollouts/{rollout_id}`."""
+        return await _chat(service, in_rollout(body, url=rollout_id), request)
+
 
 _RequestT = TypeVar("_RequestT", ChatRequest, CompletionRequest, GenerateRequest, MessagesRequest, ResponsesRequest)
 

@@ -11,5 +11,6 @@ row ─▶ RolloutIntake ──open──▶ Redis     (credit and cursor in the
 |------------|-----------------------------------------------------------------------------------------|
 | intake     | rows as RolloutHeads with the request that is posted; opening them, waiting for the last |
 | dispatcher | the rollouts in flight: each ends answered, dropped, or left for a restart               |
+| polling    | the protocol of Osmosis' SDK: ask for a rollout, then for its result                    |
 | peer       | one HTTP peer: bearer key, retries, Retry-After, one deadline; what is read of answers   |
 """

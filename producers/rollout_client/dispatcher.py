@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import quote
 from zlib import crc32
@@ -21,6 +22,7 @@ from sluice.pipeline.queue.rollouts import RolloutHead, Rollouts
 from sluice.pipeline.run.role import Role
 from sluice.pipeline.wire.codec import read_json
 from sluice.pipeline.wire.waits import WaitKind
+from sluice.producers.rollout_client import polling
 from sluice.producers.rollout_client.peer import GATEWAY_KEY, Answer, Peer, PeerSilent, Refused, read_answer, tool_names
 
 _LOOK_S = 0.25  # between two checks whether a rollout is closed
@@ -40,18 +42,23 @@ class Dispatcher:
 
     async def wait_for_peers(self) -> bool:
         """Wait until both peers are up; False when asked to stop. Raises DeadlineExceeded, ConfigError."""
-        tools = await self._wait_for(self._server, "/tools")
-        if tools is None or await self._wait_for(self._gateway, "/health") is None:
+        polled = self._config.protocol == "polling"
+        found = await self._wait_for(self._server, "/health" if polled else "/tools")
+        if found is None or await self._wait_for(self._gateway, "/health") is None:
             return False
-        get_logger().info("connected to the rollout server", url=self._server.url, tools=tool_names(tools))
+        tools = {} if polled else {"tools": tool_names(found)}
+        get_logger().info("connected to the rollout server", url=self._server.url, **tools)
         self._role.status.waiting(None)
         return True
 
-    def ask(self, heads: Iterable[RolloutHead]) -> None:
-        """Post these as slots become free. Skips those in flight and those someone else requested."""
+    def ask(self, heads: Iterable[RolloutHead], *, again: bool = False) -> None:
+        """Post these as slots become free. Skips those in flight and those someone else requested.
+
+        `again`: an earlier producer may have posted them.
+        """
         for head in heads:
             if head.request and head.rollout_id not in self._in_flight:
-                task = self._tasks.create_task(self._one(head))
+                task = self._tasks.create_task(self._one(head, again))
                 self._in_flight[head.rollout_id] = task
                 task.add_done_callback(lambda _, rollout_id=head.rollout_id: self._in_flight.pop(rollout_id))
         self._tell()
@@ -73,12 +80,12 @@ class Dispatcher:
         for task in self._in_flight.values():
             task.cancel()
 
-    async def _one(self, head: RolloutHead) -> None:
+    async def _one(self, head: RolloutHead, again: bool) -> None:
         async with self._slots:
             until = asyncio.get_running_loop().time() + self._config.timeout_s
             try:
-                if self._config.protocol == "sync":
-                    answer = await self._answer(head, until)
+                if self._config.protocol != "async":
+                    answer = await self._answer(head, until, again)
                     await self._finish(head, answer, until)
                     self._count(head, answer)
                 else:
@@ -91,8 +98,12 @@ class Dispatcher:
                     get_logger().warning("rollout dropped", rollout_id=head.rollout_id, cause=str(error))
         self._tell()
 
-    async def _answer(self, head: RolloutHead, until: float) -> Answer:
-        return read_answer(await self._post("/rollout", head, until), head.rollout_id)
+    async def _answer(self, head: RolloutHead, until: float, again: bool) -> Answer:
+        if self._config.protocol == "sync":
+            return read_answer(await self._post("/rollout", head, until), head.rollout_id)
+        url = called_back_at(self._role.config, head.rollout_id)
+        with _addressed():
+            return await polling.answered(self._server, head, url, again=again, until=until)
 
     async def _finish(self, head: RolloutHead, answer: Answer, until: float) -> None:
         """Close it; our own server has already done so, and the gateway then repeats its answer."""
@@ -129,12 +140,8 @@ class Dispatcher:
         key = os.environ.get(GATEWAY_KEY)
         server_url = called_back_at(self._role.config, head.rollout_id)
         body = {**head.request, "server_url": server_url, "callback_api_key": key or None}
-        try:
+        with _addressed():
             return await self._server.call("POST", path, body, until=until)
-        except Refused as error:
-            if error.status in _NO_SUCH_PATH:
-                raise ConfigError(f"{error}; check rollout.url and rollout.protocol") from error
-            raise
 
     async def _wait_for(self, peer: Peer, path: str) -> bytes | None:
         until, said = asyncio.get_running_loop().time() + self._config.timeout_s, False
@@ -164,6 +171,17 @@ class Dispatcher:
         self._role.status.fact(
             rollouts=len(self._in_flight), answered=self._answered, failed=self._failed, llm_calls=self._llm_calls
         )
+
+
+@contextlib.contextmanager
+def _addressed() -> Iterator[None]:
+    """A server without the path is another one than the configuration says: ConfigError."""
+    try:
+        yield
+    except Refused as error:
+        if error.status in _NO_SUCH_PATH:
+            raise ConfigError(f"{error}; check rollout.url and rollout.protocol") from error
+        raise
 
 
 def gateway_urls(config: Config) -> list[str]:

@@ -62,7 +62,7 @@ class RolloutIntake:
             left = [head for head in await self._rollouts.still_open() if head.request]
             if not left:
                 return True
-            self._dispatcher.ask(left)
+            self._dispatcher.ask(left, again=True)
         return False
 
 
@@ -92,7 +92,7 @@ async def rollout_intake(role: Role) -> AsyncGenerator[RolloutIntake]:
     rollouts = Rollouts.of(role.client, role.keys, role.config)
     async with _dispatcher(role, rollouts) as (dispatcher, is_up):
         if is_up:
-            dispatcher.ask(await rollouts.still_open())
+            dispatcher.ask(await rollouts.still_open(), again=True)
         yield RolloutIntake(role, rollouts, dispatcher)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import aiohttp
@@ -59,14 +60,16 @@ class Peer:
         key = os.environ.get(key_name)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
-    async def call(self, method: str, path: str, body: Any = None, *, until: float) -> bytes:
+    async def call(
+        self, method: str, path: str, body: Any = None, *, until: float, headers: Mapping[str, str] | None = None
+    ) -> bytes:
         """The body of a 2xx answer. `until` is event loop time. Raises PeerSilent, Refused, ConfigError."""
         trouble, pause = "no answer", _FIRST_S
         try:
             async with asyncio.timeout_at(until):
                 while True:
                     try:
-                        return await self._once(method, path, body)
+                        return await self._once(method, path, body, headers)
                     except _Busy as busy:
                         trouble, wait_s = str(busy), busy.wait_s
                     get_logger().debug("retrying", peer=self.name, trouble=trouble)
@@ -85,9 +88,9 @@ class Peer:
         except Refused as error:
             raise ConfigError(f"{error}; is that the address of {self.name}?") from error
 
-    async def _once(self, method: str, path: str, body: Any) -> bytes:
+    async def _once(self, method: str, path: str, body: Any, more: Mapping[str, str] | None = None) -> bytes:
         data = None if body is None else msgspec.json.encode(body)
-        headers = {**self._headers, "Content-Type": "application/json"} if data else self._headers
+        headers = {**self._headers, **(more or {}), **({"Content-Type": "application/json"} if data else {})}
         try:
             async with self._session.request(method, self.url + path, data=data, headers=headers) as response:
                 answer = await read_bounded(response, _MAX_ANSWER)

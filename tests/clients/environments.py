@@ -1,27 +1,61 @@
-"""Virtual environments for packages that aren't ours: each of its own, so that no pin of theirs meets one of ours."""
+"""Environments for packages that aren't ours: each of its own, so that no pin of theirs meets one of ours."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(sys.prefix) / "clients"  # `make clean` deletes it with .venv
 _INSTALL_S = 600
 
 
-def python_with(*requirements: str) -> Path:
-    """The interpreter of an environment with these packages; installed once, and anew when the list changes."""
+def python_with(*requirements: str, at_least: tuple[int, int] = (3, 11)) -> Path:
+    """The interpreter of an environment with these packages; installed once, and anew when the list changes.
+
+    `at_least`: the Python that they need; a machine without it skips the test.
+    """
     directory = ROOT / requirements[0].partition("=")[0].partition("[")[0]
     stamp, python = directory / "requirements.txt", directory / "bin" / "python"
     wanted = "\n".join(requirements) + "\n"
     if not stamp.is_file() or stamp.read_text() != wanted:
-        venv.create(directory, clear=True, with_pip=True)
+        _run(_interpreter(at_least), "-m", "venv", "--clear", str(directory))
         _install(python, *requirements)
         stamp.write_text(wanted)
     return python
+
+
+def node_with(*packages: str) -> Path:
+    """The folder `node_modules` with these packages of npm; a machine without npm skips the test."""
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip(f"not run: {packages[0]} needs node and npm")
+    directory = ROOT / "npm" / packages[0].removeprefix("@").rpartition("@")[0].replace("/", "-")
+    stamp, wanted = directory / "requirements.txt", "\n".join(packages) + "\n"
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        _run(Path(npm), "install", "--silent", "--no-save", "--prefix", str(directory), *packages)
+        stamp.write_text(wanted)
+    return directory / "node_modules"
+
+
+def _interpreter(at_least: tuple[int, int]) -> Path:
+    """This one, else another of the machine."""
+    if sys.version_info[:2] >= at_least:
+        return Path(sys.executable)
+    names = [f"python3.{minor}" for minor in range(at_least[1], at_least[1] + 3)]
+    paths = [Path(found) for name in names if (found := shutil.which(name))]
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    paths += [found for name in names for found in sorted(pyenv.glob(f"*/bin/{name}"))]
+    for path in paths:
+        if subprocess.run([str(path), "-c", ""], capture_output=True).returncode == 0:
+            return path
+    pytest.skip(f"not run: needs Python {'.'.join(map(str, at_least))}")
 
 
 def folder_with(*requirements: str) -> Path:
@@ -37,6 +71,9 @@ def folder_with(*requirements: str) -> Path:
 
 
 def _install(python: Path, *arguments: str) -> None:
-    command = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S)
-    assert done.returncode == 0, f"{' '.join(arguments)} cannot be installed:\n{done.stderr[-2000:]}"
+    _run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments)
+
+
+def _run(program: Path, *arguments: str) -> None:
+    done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=_INSTALL_S)
+    assert done.returncode == 0, f"{program.name} {' '.join(arguments)}:\n{done.stderr[-2000:]}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.wire.keys import Keys
 from sluice.workers.engine.hf import HfBackend
-from tests.clients.environments import python_with
+from tests.clients.environments import node_with, python_with
 from tests.contract.engine_fixtures import started
 from tests.integration.gateway.agents import CALLING, agents_config, assert_trajectory
 from tests.integration.gateway.harness import published, serving
@@ -30,6 +31,8 @@ CLIENTS = {
     "litellm_talk.py": ("litellm", "mcp"),
     "langchain_talk.py": ("langchain-openai",),
     "openai_agents_talk.py": ("openai-agents",),
+    "inspect_talk.py": ("inspect_ai==0.3.285", "openai"),
+    "openai_talk.cjs": ("openai@6.49.0",),
 }
 _TALK_S = 120
 pytestmark = pytest.mark.timeout(900)  # its environment is installed first
@@ -55,11 +58,11 @@ def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path)
 async def test_an_agent_of_another_package_becomes_one_trajectory(
     talk: str, config: Config, backend: HfBackend, client: Any, keys: Keys, source: Path
 ) -> None:
-    python = await asyncio.to_thread(python_with, *CLIENTS[talk])
+    where = await asyncio.to_thread(node_with if talk.endswith(".cjs") else python_with, *CLIENTS[talk])
     codec = AutoTokenizer.from_pretrained(source)
     async with serving(config, backend) as gateway:
         for at, one in enumerate(CALLING):
-            answer = await said(python, TALKS / talk, f"{gateway.url}/v1", f"agent-{at}", one.prompt)
+            answer = await said(where, TALKS / talk, f"{gateway.url}/v1", f"agent-{at}", one.prompt)
             assert answer == {"answer": one.answer}
             assert (await gateway.finish(f"agent-{at}"))[1]["parts"] == 1, "a turn of it was not recognised"
     results = {result.seq_id: result for result in await published(client, keys)}
@@ -68,11 +71,13 @@ async def test_an_agent_of_another_package_becomes_one_trajectory(
     assert len(results) == len(CALLING)
 
 
-async def said(python: Path, talk: Path, *words: str) -> Any:
-    """What the script prints last, as JSON."""
+async def said(where: Path, talk: Path, *words: str) -> Any:
+    """What the script prints last, as JSON; `where`: its interpreter, or the folder of its modules."""
+    program = ["node"] if talk.suffix == ".cjs" else [str(where), "-I"]
     process = await asyncio.create_subprocess_exec(
-        str(python), "-I", str(talk), *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
+        *program, str(talk), *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "NODE_PATH": str(where)},
+    )  # fmt: skip
     try:
         async with asyncio.timeout(_TALK_S):
             out, err = await process.communicate()

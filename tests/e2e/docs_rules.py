@@ -28,6 +28,8 @@ class Rule:
 ELSEWHERE = (
     Rule(r"^source |^sluice completion .*--install", "parsed", "for an interactive shell; its scripts have own tests"),
     Rule(r"^torchrun .*examples/custom_trainer_ranks", "parsed", "tests/e2e/test_rollouts_on_ranks.py runs it"),
+    Rule(r"^ANTHROPIC_|^OPENAI_|^python examples/", "parsed", "`make test-clients` runs them", "docs/clients.md"),
+    Rule(r"rollout\.protocol=polling", "dry run", "needs a server of that SDK, which `make test-clients` has"),
     Rule(r"trainer\.external=true$|^python examples/", "parsed", "tests/e2e/test_custom_trainer.py runs both together"),
     Rule(r"^python my_environment.py", "parsed", "tests/integration/gateway/test_environment.py plays it"),
     Rule("", "parsed", "made from --help, of which tests/unit/pipeline/test_cli_help.py parses all", "docs/cli.md"),

@@ -381,6 +381,89 @@ async def test_the_asynchronous_protocol_waits_for_the_gateway_and_asks_a_forget
     assert len(far.posted) == 3 * (1 + forgets)
 
 
+class Polled:
+    """A script in the protocol in which the result is asked for; `ends` are those of one rollout after another."""
+
+    def __init__(self, *ends: Body) -> None:
+        self.ends, self.polls, self.names = list(ends), 0, list[str]()
+
+    def __call__(self, count: int, body: Body) -> web.Response:
+        if count >= 0:
+            self.names.append(body["rollout_id"])
+            lease = {"polling_lease_token": f"lease of {body['rollout_id']}", "status": "queued"}
+            timeouts = {"result_wait_timeout_sec": 1.0, "polling_lease_timeout_sec": 5.0}
+            return web.json_response({"rollout_id": body["rollout_id"], **lease, **timeouts}, status=202)
+        self.polls += 1
+        if self.polls % 2:
+            return web.json_response({"rollout_id": body["rollout_id"], "status": "running"})
+        end = self.ends.pop(0)
+        return web.json_response({"rollout_id": body["rollout_id"], **end}, status=end.get("http", 200))
+
+
+async def test_a_result_is_asked_for_and_brings_the_reward(make_config: MakeConfig, far: FarSide, state: Look) -> None:
+    far.script = script = Polled({"status": "success", "sample": {"reward": 0.75, "messages": []}})
+    config = await make_config(1, protocol="polling")
+    await asyncio.wait_for(produce(config), 20)
+    [body], [finished] = far.posted, far.finished
+    rollout_id = finished[0]
+    assert (finished[1], far.rewards, (await state()).committed) == ("COMPLETED", [0.75], 1)
+    assert (script.polls, far.cancelled) == (2, [])
+    assert body["rollout_id"].startswith(f"{rollout_id}.")
+    assert body["chat_completions_url"] == f"{config.rollout.gateway_url}/v1/rollouts/{rollout_id}"
+    assert (body["label"], body["initial_messages"]) == ("0", [{"role": "user", "content": "q0"}])
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        {"status": "failure", "err_message": "no tools today", "err_category": "agent_error"},
+        {"status": "cancelled"},
+        {"status": "success", "sample": {"reward": 1.0, "remove_sample": True}},
+    ],
+)
+async def test_what_ends_without_a_sample_is_an_error(
+    make_config: MakeConfig, far: FarSide, state: Look, end: Body
+) -> None:
+    far.script = Polled(end)
+    await asyncio.wait_for(produce(await make_config(1, protocol="polling")), 20)
+    assert ([status for _, status in far.finished], (await state()).dropped) == (["ERROR"], 1)
+
+
+@pytest.mark.parametrize(
+    "lost", [{"status": "running", "http": 404}, {"status": "failure", "err_category": "lease_expired"}]
+)
+async def test_a_server_that_lost_it_is_asked_again_under_another_name(
+    make_config: MakeConfig, far: FarSide, lost: Body
+) -> None:
+    far.script = script = Polled(lost, {"status": "success"})
+    await asyncio.wait_for(produce(await make_config(1, protocol="polling")), 20)
+    assert (len(set(script.names)), far.rewards) == (2, [None])
+
+
+async def test_a_restart_cancels_what_was_asked_for_before(make_config: MakeConfig, far: FarSide, state: Look) -> None:
+    far.script = Polled(*[{"status": "running"}] * 100)
+    config = await make_config(1, protocol="polling")
+    first = asyncio.create_task(produce(config))
+
+    async def asked() -> bool:
+        return len(far.posted) == 1
+
+    await eventually(asked, "the first request")
+    await end(first)
+    far.script = Polled({"status": "success"})
+    await asyncio.wait_for(produce(config), 20)
+    [finished] = far.finished
+    assert far.cancelled == [{"prefix": f"{finished[0]}."}]
+    assert (await state()).committed == 1
+
+
+async def test_a_rollout_that_takes_too_long_is_cancelled(make_config: MakeConfig, far: FarSide, state: Look) -> None:
+    far.script = script = Polled(*[{"status": "running"}] * 100_000)
+    await asyncio.wait_for(produce(await make_config(1, protocol="polling", timeout_s=1.0)), 20)
+    assert far.cancelled == [{"ids": script.names}]
+    assert (await state()).dropped == 1
+
+
 @pytest.mark.parametrize("status", [401, 403, 404])
 async def test_a_wrong_key_or_address_ends_the_run_and_drops_nothing(
     make_config: MakeConfig, far: FarSide, state: Look, status: int

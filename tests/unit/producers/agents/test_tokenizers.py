@@ -89,7 +89,8 @@ async def test_the_ids_that_end_a_turn(cache: Cache) -> None:
         ("../a", None, "known: a, b"),
         ("bare", None, "no chat template"),
         ("gone", None, "cannot be loaded"),
-        ("a", "main", "remove tokenizer_revision"),
+        ("a", "v2", "remove tokenizer_revision"),
+        ("../a", "main", "known: a, b"),
     ],
 )
 async def test_what_cannot_be_had(cache: Cache, name: str, revision: str | None, words: str) -> None:
@@ -97,6 +98,12 @@ async def test_what_cannot_be_had(cache: Cache, name: str, revision: str | None,
         with pytest.raises(RolloutError, match=words) as caught:
             await cache(2).get(name, revision)
         assert caught.value.category == "tokenizer_error"
+
+
+async def test_a_directory_has_the_revision_main(cache: Cache) -> None:
+    tokenizers = cache(2)
+    assert await tokenizers.get("a", "main") is await tokenizers.get("a")
+    assert tokenizers.num_loads == 1
 
 
 async def test_code_of_a_tokenizer_does_not_run(names: dict[str, str], tmp_path: Path) -> None:

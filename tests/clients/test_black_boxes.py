@@ -1,0 +1,139 @@
+"""Agents with prompts of their own, coding agents of the command line among them: each sampled token is trained once.
+
+The model says one thing to whatever it is asked, so that prompts of any length and kind are right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.wire.keys import Keys
+from sluice.workers.engine.hf import HfBackend
+from tests.clients.environments import node_with, python_with
+from tests.contract.engine_fixtures import started
+from tests.integration.gateway.agents import agents_config
+from tests.integration.gateway.harness import published, serving
+from tests.loop_models import save_loop_model
+from tests.tiny_models import build_tokenizer
+
+TALKS = Path(__file__).parent / "talks"
+SAID = "Done"
+PROMPT = "List the files here."
+_TALK_S = 240
+pytestmark = pytest.mark.timeout(900)  # its environment is installed first
+Command = tuple[list[str], dict[str, str]]
+
+
+def claude_code(url: str, home: Path) -> Command:
+    """Of the Messages API. Its thinking, effort and experiments are off: the gateway refuses them by name."""
+    program = node_with("@anthropic-ai/claude-code@2.1.197") / ".bin" / "claude"
+    environ = {
+        "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "none", "MAX_THINKING_TOKENS": "0",
+        "CLAUDE_CODE_EFFORT_LEVEL": "unset", "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "64",
+    }  # fmt: skip
+    return [str(program), "-p", PROMPT, "--model", "policy", "--system-prompt", "Be terse.", "--tools", "Bash"], environ
+
+
+def codex(url: str, home: Path) -> Command:
+    """Of the Responses API. Hosted tools and groups of tools are off: the gateway refuses them by name."""
+    program = node_with("@openai/codex@0.169.0") / ".bin" / "codex"
+    (home / "instructions.md").write_text("Be terse.")
+    provider = f'{{name="sluice",base_url="{url}/v1",wire_api="responses",env_key="SLUICE_KEY"}}'
+    settings = {
+        "model_provider": '"sluice"', "model_providers.sluice": provider, "web_search": '"disabled"',
+        "model_reasoning_summary": '"none"', "model_instructions_file": f'"{home}/instructions.md"',
+    }  # fmt: skip
+    options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+    asked = ["exec", "--skip-git-repo-check", "--disable", "multi_agent", *options, "-m", "policy", PROMPT]
+    return [str(program), *asked], {"SLUICE_KEY": "none"}
+
+
+def qwen_code(url: str, home: Path) -> Command:
+    """Of chat completions."""
+    program = node_with("@qwen-code/qwen-code@0.15.10") / ".bin" / "qwen"
+    (home / "system.md").write_text("Be terse.")
+    environ = {
+        "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": "policy",
+        "QWEN_SYSTEM_MD": str(home / "system.md"),
+    }  # fmt: skip
+    return [str(program), "-p", PROMPT, "--auth-type", "openai"], environ
+
+
+def smolagents(url: str, home: Path) -> Command:
+    """Of chat completions; it repeats what the model called as text of its own."""
+    python = python_with("smolagents[openai]==1.26.0")
+    return [str(python), "-I", str(TALKS / "smolagents_talk.py"), f"{url}/v1", "", PROMPT], {}
+
+
+AGENTS: dict[str, Callable[[str, Path], Command]] = {
+    one.__name__: one for one in (claude_code, codex, qwen_code, smolagents)
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer: Any = build_tokenizer()
+    [newline, *letters] = tokenizer.encode("\n" + SAID)
+    chain = ([newline, *letters], [tokenizer.eos_token_id])
+    return save_loop_model(
+        tmp_path_factory.mktemp("model"), context=65_536, chains=[chain], tokenizer=tokenizer
+    ).directory
+
+
+@pytest.fixture(scope="module")
+def backend(source: Path) -> Iterator[HfBackend]:
+    with started(source, max_batch=4) as running:
+        yield running
+
+
+@pytest.fixture
+def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path) -> Config:
+    return agents_config(broker_config, keys, run_dir, source)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_an_agent_with_a_base_url(
+    name: str, config: Config, backend: HfBackend, client: Any, keys: Keys, source: Path, tmp_path: Path
+) -> None:
+    async with serving(config, backend) as gateway:
+        arguments, more = await asyncio.to_thread(AGENTS[name], f"{gateway.url}/rollouts/black-box", tmp_path)
+        answer = await said(arguments, {**os.environ, **more, "HOME": str(tmp_path)}, tmp_path)
+        [_, finished] = await gateway.finish("black-box", reward=1.0)
+    assert SAID in answer
+    results = await published(client, keys)
+    assert len(results) == finished["parts"] > 0
+    eos = AutoTokenizer.from_pretrained(source)
+    expected = [*eos.encode(SAID), eos.eos_token_id]
+    sampled = [
+        token
+        for result in results
+        for token, mask in zip(result.token_ids, result.response_mask.expand(), strict=True)
+        if mask
+    ]
+    assert sampled == expected * finished["num_turns"], "every turn's tokens, once"
+    assert {result.reward for result in results} == {1.0}
+
+
+async def said(arguments: list[str], environ: dict[str, str], home: Path) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *arguments, env=environ, cwd=home, stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(_TALK_S):
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, (out + err).decode()[-3000:]
+    return out.decode()
