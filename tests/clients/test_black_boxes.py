@@ -69,7 +69,7 @@ def qwen_code(url: str, home: Path) -> Command:
 
 
 def smolagents(url: str, home: Path) -> Command:
-    """Of chat completions; it repeats what the model called as text of its own."""
+    """Of chat completions; it writes errors and results as texts of its own."""
     python = python_with("smolagents[openai]==1.26.0")
     return [str(python), "-I", str(TALKS / "smolagents_talk.py"), f"{url}/v1", "", PROMPT], {}
 

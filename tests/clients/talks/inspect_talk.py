@@ -83,5 +83,5 @@ task = Task(
 )
 with TemporaryDirectory() as logs:
     [log] = evaluate(task, model=model, log_dir=logs, display="none")
-assert log.status == "success", log.error
-print(json.dumps({"answer": log.samples[0].output.completion}))
+    assert log.status == "success", log.error
+    print(json.dumps({"answer": log.samples[0].output.completion}))

@@ -1,11 +1,11 @@
-"""An agent of smolagents: its own prompts, its own way to tell of calls; it knows of rollouts by its base URL."""
+"""A code agent of smolagents: its own prompts, its own way to tell of errors; it knows of rollouts by its base URL."""
 
 import json
 import sys
 
-from smolagents import OpenAIServerModel, ToolCallingAgent
+from smolagents import CodeAgent, OpenAIServerModel
 
 base_url, _, prompt = sys.argv[1:]
 model = OpenAIServerModel("policy", api_base=base_url, api_key="none", client_kwargs={"max_retries": 0, "timeout": 60})
-agent = ToolCallingAgent(tools=[], model=model, max_steps=2, verbosity_level=0)
+agent = CodeAgent(tools=[], model=model, max_steps=2, verbosity_level=0)
 print(json.dumps({"answer": str(agent.run(prompt))}))

@@ -51,6 +51,7 @@ async def play(model: str, gateway: str, prompts: list[str]) -> list[dict[str, A
         "processor": None,
         "dataset_cls": RLHFDataset,
         "data_config": DictConfigWrap(OmegaConf.create({})),
+        "hf_model_type": "qwen3",
     }
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
     found: list[dict[str, Any]] = []

@@ -56,6 +56,9 @@ async def test_a_base_url_is_enough(
         assert [(one.id, one.max_model_len) for one in models] == [("default", CONTEXT), ("policy", CONTEXT)]
         assert (await agent.models.retrieve("policy")).id == "policy"
         await agent.close()
+        same = f"/v1/rollouts/{quote(rollout_id, safe='')}/chat/completions"
+        status, body = await gateway.post(same, {"model": "policy", "messages": [USER], **SHORT})
+        assert (status, body["rollout"]["turn"]) == (200, 0), "the first call, repeated"
         path = f"/rollouts/{quote(rollout_id, safe='')}/v1/chat/completions"
         status, body = await gateway.post(path, {"messages": [USER], "rollout_id": "other"})
         assert (status, body["error"]["param"]) == (400, "rollout_id")
