@@ -6,6 +6,7 @@ The model says one thing to whatever it is asked, so that prompts of any length 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,6 +122,14 @@ async def test_an_agent_with_a_base_url(
     ]
     assert sampled == expected * finished["num_turns"], "every turn's tokens, once"
     assert {result.reward for result in results} == {1.0}
+
+
+async def test_an_evaluation_by_completions(config: Config, backend: HfBackend, tmp_path: Path) -> None:
+    python = await asyncio.to_thread(python_with, "lm_eval[api]==0.4.13")
+    async with serving(config, backend) as gateway:
+        talk = [str(python), "-I", str(TALKS / "lm_eval_talk.py"), f"{gateway.url}/v1", SAID]
+        scores = json.loads((await said(talk, {**os.environ, "HOME": str(tmp_path)}, tmp_path)).splitlines()[-1])
+    assert scores["exact_match,none"] == pytest.approx(2 / 3)
 
 
 async def said(arguments: list[str], environ: dict[str, str], home: Path) -> str:
