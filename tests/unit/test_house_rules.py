@@ -129,7 +129,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     extras = project["optional-dependencies"]
     requires = [*project["dependencies"], *(line for name in IMPORTED_EXTRAS for line in extras[name])]
     declared = {re.split(r"[\s\[<>=!~;(]", line)[0].lower().replace("_", "-") for line in requires}
-    # other builds have other names; triton comes with torch on GPUs; verl pins an older transformers, and isn't an extra
+    # other builds have other names; triton comes with torch on GPUs; verl pins an older transformers, so it is no extra
     optional = {"vllm", "triton", "trackio", "verl"}
     owners = metadata.packages_distributions()
     offenders = set()
