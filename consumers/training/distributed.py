@@ -88,6 +88,12 @@ def wants_ranks(config: Config) -> bool:
     return max(config.trainer.ranks, config.trainer.tensor_parallel) > 1 or config.trainer.fsdp != FsdpConfig()
 
 
+def passes_in_half(config: Config, environ: Mapping[str, str]) -> bool:
+    """Whether fp32 weights are passed in bf16, also for a version's probe."""
+    by_accelerate = _by_accelerate(environ) and environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    return by_accelerate or config.trainer.fsdp.mixed_precision == "bf16"
+
+
 def _by_accelerate(environ: Mapping[str, str]) -> bool:
     return "ACCELERATE_MIXED_PRECISION" in environ and any(name in environ for name in _LAUNCHED)
 

@@ -163,12 +163,16 @@ class Session:
         trackers: Trackers,
         seen: Iterable[str] = (),
         images: SampleImages | None = None,
+        *,
+        probe_is_exact: bool = True,
     ) -> None:
         """`seen`: ids that the caller's own checkpoint holds; they aren't returned, and count as trained.
 
-        `images`: open; None if the model takes none, and samples with images are dropped.
+        `images`: open; None if the model takes none, and samples with images are dropped. `probe_is_exact`: whether
+        workers may compare the change of the probe's score from one version to the next.
         """
         self._role, self._owner, self._seen, self._images = role, owner, frozenset(seen), images
+        self._probe_is_exact = probe_is_exact
         self._config = role.config
         self.run_dir = Path(role.config.run_dir) / role.config.run
         self.root = self.run_dir / "weights"
@@ -699,7 +703,7 @@ class Session:
             probe_token_ids=TokenArray(weights.probe),
             probe_score=weights.score,
             previous=previous,
-            previous_score=before,
+            previous_score=before if self._probe_is_exact else None,
             parent=state.line.parent,
             branch=state.branch,
             step=state.step,

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 import time
@@ -40,7 +41,7 @@ from sluice.consumers.samples import letter
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training import checkpoint
 from sluice.consumers.training.checkpoint import TrainerState, Unfinished
-from sluice.consumers.training.distributed import Sharding, sharding
+from sluice.consumers.training.distributed import Sharding, passes_in_half, sharding
 from sluice.consumers.training.forward import VisionSource
 from sluice.consumers.training.images import ReceivedImages, SampleImages, pixels_of
 from sluice.consumers.training.learner import Learner
@@ -88,7 +89,10 @@ class Trainer:
         self._role, self._source = role, source
         self._learner = Learner(step, source, role.config.model, ranks, images)
         self._config = role.config
-        self._session = Session(role, owner, trackers or Trackers(role.config), images=images)
+        in_half = passes_in_half(role.config, os.environ)
+        self._session = Session(
+            role, owner, trackers or Trackers(role.config), images=images, probe_is_exact=not in_half
+        )
         self._checkpoints = self._session.run_dir / "checkpoints"
         self._probe = probe_tokens(self._learner.vocabulary, role.config.weights.probe_tokens, role.config.seed)
         self._saving: asyncio.Task[None] | None = None  # a checkpoint beside the steps
