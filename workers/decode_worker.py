@@ -369,6 +369,7 @@ def request_for(
         report_every=every,
         report=(lambda piece: on_progress(claim, index, piece)) if every else None,
         asked_at=time.time(),
+        goes_on=bool(job.reply_to or job.rollout_id),
     )
 
 
@@ -425,6 +426,7 @@ def result_of(
         **output.sampled.columns(),
         ranked=output.sampled.as_ranked(),
         prompt_ranked=output.prompt_ranked,
+        cached_tokens=output.cached_tokens,
         resumed_tokens=min(len(request.so_far), len(output.sampled)) if request.so_far else 0,
         text=output.text,
         raw_text=output.raw_text,

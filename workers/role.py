@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from importlib import import_module
 
+import msgspec
+
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.images.writer import images_of_run
 from sluice.pipeline.logs import get_logger
@@ -45,9 +47,10 @@ async def serve(role: Role) -> None:
     _warn_of_a_late_guard(config)
     # A deterministic run swaps while nothing runs, and needs one module whose tensors stay where they are.
     second_copy_gb = 0.0 if config.deterministic else config.weights.second_copy_gb
+    worker = msgspec.structs.replace(config.worker, prefix_cache_mb=0) if config.deterministic else config.worker
     backend = make_backend(
         config.model,
-        config.worker,
+        worker,
         guard,
         config.images,
         room_of(config),

@@ -324,6 +324,10 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     stall_timeout_s: float = 120.0  # an engine without progress for this long loses its jobs
     max_attempts: int = 3  # worker deaths over a job that ran alone before it becomes a dead letter
     checkpoint_tokens: int = 256  # a running sequence is stored this often; 0 = never
+    prefix_cache_mb: int = 256  # hf: keys and values (MiB) of ended turns, for those that go on from them; 0 = none
+    prefix_wait_s: float = (
+        0.5  # a turn waits at most this long for the worker that has the turns before; 0 = it doesn't
+    )
     keep_result_s: float = 3600.0  # how long an ended job's id is kept, and arq's Job.result answers
     drain_s: float = 20.0  # time to finish after SIGTERM before jobs are handed back
     poll_s: float = 0.05  # polling interval when nothing wakes the worker; of many idle ones, one polls

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
@@ -123,7 +123,9 @@ class LeasedWorker:
         self.broken: BaseException | None = None
         self.more = False  # jobs were ready at the last claim
         self.wake = asyncio.Event()
-        self._waker = Waker(client, keys.wake, self.wake, config.broker.socket_timeout_s)
+        self._waker = Waker(
+            client, [f"{keys.wake}:{self.queue.owner}", keys.wake], self.wake, config.broker.socket_timeout_s
+        )
         self._must_drain = False
         self._unaccepted = deque[Claim]()  # claimed, and not yet the holder's
         self._suspects = set[str]()  # jobs that have this worker for themselves, until they get on
@@ -219,7 +221,14 @@ class LeasedWorker:
     async def _claim(self, room: int) -> Claimed:
         settings, holder = self.settings, self._holder
         watch_s = 0 if self.burst else _WATCH_POLLS * self._poll_s
-        got = await self.queue.claim(room, settings.lease_s, settings.max_attempts, len(holder.held()), watch_s=watch_s)
+        got = await self.queue.claim(
+            room,
+            settings.lease_s,
+            settings.max_attempts,
+            len(holder.held()),
+            watch_s=watch_s,
+            prefix_wait_s=settings.prefix_wait_s,
+        )
         self._hooks.after_claim(got)
         self.more = got.more
         self._must_drain = got.must_drain
@@ -364,15 +373,15 @@ class Pulse:
 
 
 class Waker:
-    """Wakes an idle worker the moment a job comes: a blocking pop on the run's wake list sets `rang`.
+    """Wakes an idle worker the moment a job comes: a blocking pop on its own wake list and the run's sets `rang`.
 
     It listens only while its worker is idle: a busy worker would steal the signal from a sleeping one. Jobs of arq's
     own enqueue_job, deferred jobs and expired leases send no signal: one worker polls for them, and the others notice
     within `_WATCH_POLLS` polls when it is gone (watch.lua).
     """
 
-    def __init__(self, client: Redis, key: str, rang: asyncio.Event, socket_timeout_s: float) -> None:
-        self._client, self._key, self._rang = client, key, rang
+    def __init__(self, client: Redis, bells: Sequence[str], rang: asyncio.Event, socket_timeout_s: float) -> None:
+        self._client, self._bells, self._rang = client, list(bells), rang
         self._block_s = min(_BLOCK_S, socket_timeout_s / 2)  # or each wait would look like an outage
         self._idle = asyncio.Event()
 
@@ -387,7 +396,7 @@ class Waker:
         """Pass signals on until cancelled."""
         while True:
             await self._idle.wait()
-            pop = cast(Any, self._client).blpop([self._key], timeout=self._block_s)
+            pop = cast(Any, self._client).blpop(self._bells, timeout=self._block_s)
             if await cast("Awaitable[Any]", pop):
                 self._rang.set()
                 self._idle.clear()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import secrets
 import time
+from array import array
 from collections.abc import Mapping, Sequence
+from hashlib import sha1
 from typing import Literal, TypeVar, cast
 
 from redis.asyncio import Redis
@@ -40,6 +42,7 @@ from sluice.pipeline.wire.sampled_tokens import SampledTokens
 
 A = TypeVar("A")
 _DETAIL_CHARS = 2000
+_SHORTEST_PREFIX, _LONGEST_PREFIX = 256, 1 << 14  # tokens
 _TRACEBACK_CHARS = 8000
 
 
@@ -76,6 +79,7 @@ class JobQueue:
                 cursor=cursors[i] if cursors else "",
                 call="",
                 mailbox=job.reply_to or "",
+                prefix=" ".join(prefixes(job)),
             )
             for i, job in enumerate(jobs)
         ]
@@ -101,11 +105,19 @@ class JobQueue:
         return await self._enqueue(rows, NO_LIMIT, "")
 
     async def claim(
-        self, capacity: int, lease_s: float, max_attempts: int, held: int = 0, *, watch_s: float = 0.0
+        self,
+        capacity: int,
+        lease_s: float,
+        max_attempts: int,
+        held: int = 0,
+        *,
+        watch_s: float = 0.0,
+        prefix_wait_s: float = 0.0,
     ) -> Claimed:
         """Lease ready jobs worth about `capacity` sequences (the last one may exceed it); `held` jobs are ours now.
 
         `watch_s`: how long this worker polls for jobs that send no signal, if no other does; 0 = never.
+        `prefix_wait_s`: how long a rollout's turn is left to the worker that has its earlier ones, if that has room.
         """
         self._num_claims += 1
         answer = await self._ask(
@@ -119,6 +131,7 @@ class JobQueue:
                 call_number=self._num_claims,
                 version=self._latest,
                 watch_ms=_ms(watch_s),
+                prefix_wait_ms=_ms(prefix_wait_s),
             )
         )
         self._latest = answer.version
@@ -336,6 +349,7 @@ def _names(client: Redis, keys: Keys, partitions: int, keep_ms: int) -> scripts.
         partitions=partitions,
         keep_ms=keep_ms,
         replies_of=keys.replies,
+        prefix_of=keys.prefixes,
         tag=tagged(keys.run, "") if apart else "",
     )
     return scripts.JobNames(
@@ -354,6 +368,21 @@ def _names(client: Redis, keys: Keys, partitions: int, keep_ms: int) -> scripts.
         evaluated=keys.evaluated,
         prefixes=prefixes,
     )
+
+
+def prefixes(job: DecodeJob) -> list[str]:
+    """Names of what a job's prompt begins with, the longest beginning first; none for jobs that nobody goes on from.
+
+    Every turn of a rollout has its one name; a caller's prompt of token ids one for each doubling of its length.
+    """
+    if job.rollout_id is not None:
+        return [f"r:{sha1(job.rollout_id.encode()).hexdigest()[:20]}"]
+    if not job.reply_to:
+        return []
+    ids, lengths = array("i", job.prompt_token_ids), list[int]()
+    while (length := _SHORTEST_PREFIX << len(lengths)) <= min(len(ids), _LONGEST_PREFIX):
+        lengths.append(length)
+    return [f"p:{sha1(ids[:length].tobytes()).hexdigest()[:20]}" for length in reversed(lengths)]
 
 
 def _ms(seconds: float | None) -> int:

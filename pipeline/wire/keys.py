@@ -22,7 +22,18 @@ _TYPES = {
     "zset": ("jobs", "leases", "alone", "alone:turns", "rollouts", "aborts"),
     "hash": ("counts", "versions", "source", "processes", "responses"),
     "stream": ("results", "batches", "dlq", "dropped", "score:jobs", "evaluated"),
-    "string": ("latest", "metrics", "owner", "state", "watch", "sweep", "contract", "incarnation", "evaluation"),
+    "string": (
+        "latest",
+        "metrics",
+        "owner",
+        "state",
+        "watch",
+        "sweep",
+        "prefix",
+        "contract",
+        "incarnation",
+        "evaluation",
+    ),
     "list": ("wake", "score:answers"),
 }
 
@@ -70,13 +81,15 @@ class Keys:
         # zset: suspects, which run in isolation; + :turns → zset: workers that are draining for them
         self.alone = f"{self.prefix}alone"
         # + owner → list: number of its last claim that took jobs, their ids; + :leaving → string: it was told to end,
-        # expires
+        # + :room → string: it had room, + :prefixes → string: it has taken jobs with a prefix; all expire
         self.claim = f"{self.prefix}claim:"
-        self.wake = f"{self.prefix}wake"  # list: one element wakes one idle worker
+        # list: one element wakes one idle worker; + : + owner → list that wakes this one
+        self.wake = f"{self.prefix}wake"
+        self.prefixes = f"{self.prefix}prefix:"  # + name of a prompt's beginning → string: owner that has it, expires
         self.watch = f"{self.prefix}watch"  # string: the worker that polls for work without a wake-up, expires
-        # + job id → hash: n, ndone, score, at, bytes, expires, call, reply, foreign, owner, worker, since, attempt,
-        # tries, shared, deaths, alone (suspects that may run together), together (that do), moved (the attempt that
-        # got on), blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress), far:<index>, log
+        # + job id → hash: n, ndone, score, at, bytes, expires, call, reply, prefix, foreign, owner, worker, since,
+        # attempt, tries, shared, deaths, alone (suspects that may run together), together (that do), moved (the attempt
+        # that got on), blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress), far:<index>, log
         # (queue/live_jobs.py)
         self.job_state = f"{self.prefix}job:"
         # string: where the last sweep for jobs without a place in the queue ended; + :turn → lock of the sweep

@@ -235,6 +235,7 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     prompt_token_ids: TokenArray  # [W] as the model saw them: image placeholders expanded, no padding
     prompt_truncated: int = 0  # [W] tokens cut from its left
     token_ids: TokenArray  # [W] int32
+    cached_tokens: int = 0  # [W] of the prompt, not prefilled anew: an earlier sequence had left them in a cache
     resumed_tokens: int = 0  # [W] how many of these an earlier attempt decoded and stored
     response_mask: Runs = Runs()  # [W] 1 = sampled by the policy; empty = all ones
     logprobs: FloatArray  # [W] nats, of each token under versions[i]

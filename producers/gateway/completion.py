@@ -88,10 +88,15 @@ def chat_completion(
     }
 
 
-def usage(results: Sequence[SequenceResult]) -> dict[str, int]:
-    """Token counts of one prompt and its answers."""
+def usage(results: Sequence[SequenceResult]) -> dict[str, Any]:
+    """Token counts of one prompt and its answers; `cached_tokens`: of the prompt, not prefilled anew for the first."""
     prompt, new = len(results[0].prompt_token_ids), sum(len(result.token_ids) for result in results)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": results[0].cached_tokens},
+    }
 
 
 def fingerprint(result: SequenceResult) -> str:

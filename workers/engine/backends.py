@@ -65,6 +65,7 @@ def make_backend(
             room=room,
             second_copy_gb=second_copy_gb,
             keep_cache=keep_cache,
+            prefix_cache_mb=worker.prefix_cache_mb,
         )
 
     if worker.backend == "hf":

@@ -75,6 +75,7 @@ class SequenceRequest:
     report: Callable[[Progress], None] | None = field(default=None, compare=False)
     asked_at: float = field(default=0.0, compare=False)  # Unix seconds
     adapter: str = ""  # decoded under this adapter's newest version; empty: under the policy's
+    goes_on: bool = field(default=False, compare=False)  # another one may begin with its tokens: its cache is kept
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))
@@ -105,6 +106,7 @@ class SequenceOutput:
     first_token_at: float = field(default=0.0, compare=False)  # Unix seconds; 0: none was decoded
     fallback: dict[str, str] = field(default_factory=dict)  # wanted, used, reason: set if another backend decoded it
     prompt_ranked: Ranked | None = None  # of the prompt's tokens after the first, where the request asks
+    cached_tokens: int = field(default=0, compare=False)  # of the prompt, that came from a cache instead of a prefill
 
     @property
     def token_ids(self) -> list[int]:

@@ -37,6 +37,7 @@ class RunningSequence:
         "_limit",
         "_reported",
         "_watch",
+        "cached_tokens",
         "eos",
         "finish_reason",
         "first_token_at",
@@ -78,6 +79,7 @@ class RunningSequence:
         self.stop_reason: StopReason = None
         self.trigger: RepeatTrigger | None = None
         self.prompt_ranked: Ranked | None = None
+        self.cached_tokens = 0  # of the prompt, at its first prefill
         self.tokenizer = tokenizer
         self.first_token_at = 0.0  # Unix seconds, of the first one that is decoded here
         self._limit = sampling.max_new_tokens
@@ -168,6 +170,7 @@ class RunningSequence:
             trigger=self.trigger,
             first_token_at=self.first_token_at,
             prompt_ranked=self.prompt_ranked,
+            cached_tokens=self.cached_tokens,
         )
 
     def _check(self, logprob: float, at: int) -> None:

@@ -1,8 +1,9 @@
--- needs: names version log line adopt finish reply bury blame cancel watch
+-- needs: names version log line adopt finish reply bury blame cancel watch prefix
 -- Claim ready jobs worth up to `capacity` sequences: highest priority first, then in the order of their places.
 -- A leased job stays in the queue, scored by the end of its lease; first, expired ones go back to their old places.
 -- ARGV owner worker lease_ms capacity max_deaths held_jobs call_number (repeating the last call returns the same jobs)
---      version known to the owner, watch_ms (0: it doesn't look again by itself; see watch.lua)
+--      version known to the owner, watch_ms (0: it doesn't look again by itself; see watch.lua),
+--      prefix_wait_ms (0: no job is left to the worker that has its beginning; see prefix.lua)
 -- Returns {jobs, our cancelled ids, more_are_ready, finish_what_you_hold_first, latest version or '', jobs that ended,
 --          ms until it has to look again}
 -- Per job: {id, payload, attempt, enqueued_ms, ms to its deadline or '', alone, "i,j,…" committed, {index, progress, …},
@@ -11,7 +12,7 @@ local owner, worker, lease = ARGV[FIRST], ARGV[FIRST + 1], tonumber(ARGV[FIRST +
 local capacity, most = tonumber(ARGV[FIRST + 3]), tonumber(ARGV[FIRST + 4])
 local held, MOST_AT_ONCE = tonumber(ARGV[FIRST + 5]), 100
 local call, now, out, given, more, over = ARGV[FIRST + 6], now_ms(), {}, {}, 0, 0
-local watch_ms = tonumber(ARGV[FIRST + 8])
+local watch_ms, prefix_wait_ms = tonumber(ARGV[FIRST + 8]), tonumber(ARGV[FIRST + 9])
 local last_call = claims_of .. owner
 
 -- Indices that need no decoding, and the stored progress of the others.
@@ -46,7 +47,7 @@ end
 
 local function facts(id)
   return redis.call('HMGET', state_of .. id, 'owner', 'n', 'ndone', 'at', 'expires', 'attempt', 'alone', 'p', 'foreign',
-    'tries')
+    'tries', 'prefix')
 end
 
 local function give(id, content, attempt, f)
@@ -87,6 +88,7 @@ local function take(id, together)
   redis.call('ZADD', jobs, now + lease, id)
   redis.call('ZADD', leases, now + lease, id)
   redis.call('SET', running_of .. id, owner, 'PX', lease)
+  if f[11] then hold(f[11], owner) end
   give(id, content, attempt, f)
   return tonumber(f[2]) - tonumber(f[3] or 0)
 end
@@ -152,6 +154,7 @@ local function suspects()
       sequences = sequences + tonumber(f[2] or 1) - tonumber(f[3] or 0)
     end
   end
+  redis.call('DEL', room_of(owner))
   if held > 0 then
     redis.call('ZREMRANGEBYSCORE', turns, '-inf', now)
     local is_needed = redis.call('ZCARD', turns) < math.ceil(#waiting / together)
@@ -196,12 +199,16 @@ if apart then return answer_with(apart, finish_first) end
 if capacity > 0 then
   some_apart = redis.call('ZCARD', alone) > 0
   local limit = math.min(capacity, MOST_AT_ONCE)
-  local ready = redis.call('ZRANGEBYSCORE', jobs, '-inf', PLACES, 'LIMIT', 0, limit + 1)
+  local places = redis.call('ZRANGEBYSCORE', jobs, '-inf', PLACES, 'WITHSCORES', 'LIMIT', 0, limit + 1 + LOOK_AHEAD)
+  local ready = by_prefix(places, owner, limit, prefix_wait_ms, now)
   for k, id in ipairs(ready) do
     if capacity <= 0 or k > limit then more = 1 break end
     if is_free(id) then capacity = capacity - take(id) end
   end
   if more == 1 then ring() end
   remember()
+  if capacity > 0 and redis.call('EXISTS', has_prefixes(owner)) == 1 then
+    redis.call('SET', room_of(owner), 1, 'PX', lease)
+  end
 end
 return answer_with(out, 0)

@@ -1,18 +1,18 @@
--- needs: names line reply admit credit
+-- needs: names line prefix reply admit credit
 -- Admit jobs in order until the credit is used up.
 -- ARGV max_in_flight max_bytes samples_per_version max_staleness cursor_before('' = none)
 --      then per job: id payload n priority defer_ms deadline_ms(0 = none) cursor('' = none) call('' = decode)
---      mailbox('' = none)
+--      mailbox('' = none) prefix('' = none: prefix.lua)
 -- Returns per job: enqueued | duplicate | done | over_credit; or {rewound, cursor}: the broker lost its newest part,
 -- and the source must be read again from there.
-local PER_JOB = 9
+local PER_JOB = 10
 local stored = rewound(source, ARGV[FIRST + 4])
 if stored then return { 'rewound', stored } end
 
 local credit = credit_of(counts, tonumber(ARGV[FIRST]), tonumber(ARGV[FIRST + 1]), tonumber(ARGV[FIRST + 2]),
   tonumber(ARGV[FIRST + 3]))
 local now, total = now_ms(), (#ARGV - FIRST - 4) / PER_JOB
-local out, full, cursor, evaluating = {}, false, '', 0
+local out, full, cursor, evaluating, others = {}, false, '', 0, false
 come_due(jobs, now) -- jobs that came earlier go first
 for k = 1, total do
   local i = FIRST + 5 + (k - 1) * PER_JOB
@@ -25,7 +25,8 @@ for k = 1, total do
     local defer, deadline = tonumber(ARGV[i + 4]), tonumber(ARGV[i + 5])
     local score = defer > 0 and now + defer or place(tonumber(ARGV[i + 3]))
     local expires = deadline > 0 and now + deadline or nil
-    local held = admit(id, payload, n, score, math.floor(now), expires, ARGV[i + 7], ARGV[i + 8])
+    local held = admit(id, payload, n, score, math.floor(now), expires, ARGV[i + 7], ARGV[i + 8], ARGV[i + 9])
+    if not call_holder(ARGV[i + 9]) then others = true end
     if asker_of(ARGV[i + 8]) then
       evaluating = evaluating + 1
     else
@@ -42,5 +43,5 @@ count('enqueued', credit.added)
 count('bytes', credit.added_bytes)
 count('evaluating', evaluating)
 if cursor ~= '' then redis.call('HSET', source, 'cursor', cursor) end
-if credit.added + evaluating > 0 then ring() end
+if others then ring() end
 return out

@@ -26,6 +26,7 @@ class JobPrefixes(NamedTuple):
     keep_ms: int
     replies_of: str
     tag: str  # prefix of ids on a cluster, else ''
+    prefix_of: str
 
 
 class JobNames(Names, frozen=True, kw_only=True):
@@ -67,6 +68,7 @@ class NewJob(NamedTuple):
     cursor: str  # '' = none
     call: str  # '' = decode
     mailbox: str  # '' = none
+    prefix: str = ""  # names of what its prompt begins with, the longest first; '' = none
 
 
 class Enqueued(NamedTuple):
@@ -157,6 +159,7 @@ class Claim(Request[ClaimAnswer], frozen=True, kw_only=True):
     call_number: int  # a repeat of the last call gets the same jobs
     version: bytes  # the newest one the owner knows
     watch_ms: int  # 0: it doesn't look again by itself
+    prefix_wait_ms: int  # how long a turn is left to the worker that has the turns before
 
     def answer(self, raw: Any) -> ClaimAnswer:
         jobs, cancelled, more, finish_first, version, over, again_ms = raw

@@ -5,7 +5,7 @@ local watch, sweep, evaluated = KEYS[11], KEYS[12], KEYS[13]
 local state_of, progress_of, results_of = ARGV[1], ARGV[2], ARGV[3]
 local payload_of, answer_of, running_of = ARGV[4], ARGV[5], ARGV[6] -- arq's own: job, result, in-progress
 local claims_of, partitions, keep_ms = ARGV[7], tonumber(ARGV[8]), tonumber(ARGV[9])
-local replies_of, tag, FIRST = ARGV[10], ARGV[11], 12 -- tag: the prefix of ids on a cluster, else ''
+local replies_of, tag, prefix_of, FIRST = ARGV[10], ARGV[11], ARGV[12], 13 -- tag: the prefix of ids on a cluster, else ''
 
 -- Milliseconds, with microseconds as the fraction.
 local function now_ms()

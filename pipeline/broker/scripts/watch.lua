@@ -8,6 +8,7 @@ local function leaving(owner) return claims_of .. owner .. ':leaving' end
 
 -- Another worker should look: this one has no room, or is gone.
 local function stand_down(owner)
+  redis.call('DEL', claims_of .. owner .. ':room') -- see prefix.lua
   local watching = redis.call('GET', watch)
   if watching == owner or watching == BUSY .. owner then
     redis.call('DEL', watch)

@@ -13,7 +13,7 @@ from sluice.pipeline.queue import Called, Claim, Credit, Finished, JobQueue, arq
 from tests.factories import sequence_result
 from tests.property.queue_model.checks import check_model, check_once, check_places, check_sums
 from tests.property.queue_model.model import QueueModel
-from tests.property.queue_model.system import LEASE_S, PARTITIONS, System
+from tests.property.queue_model.system import LEASE_S, PARTITIONS, PREFIX_WAIT_S, System
 
 OWNERS = st.integers(0, 2)
 INDEX = st.integers(0, 7)
@@ -118,10 +118,10 @@ class QueueMachine(RuleBasedStateMachine):
         if any(claim.alone for claim in owner.held.values()):
             capacity = 0
         if lost_answer:
-            self.system.run(queue.claim(capacity, LEASE_S, model.most, len(owner.held)))
+            self.system.run(queue.claim(capacity, LEASE_S, model.most, len(owner.held), prefix_wait_s=PREFIX_WAIT_S))
             model.claim(queue.owner, capacity, len(owner.held), queue._num_claims)
             queue._num_claims -= 1
-        got = self.system.run(queue.claim(capacity, LEASE_S, model.most, len(owner.held)))
+        got = self.system.run(queue.claim(capacity, LEASE_S, model.most, len(owner.held), prefix_wait_s=PREFIX_WAIT_S))
         expected = model.claim(queue.owner, capacity, len(owner.held), queue._num_claims)
         assert [(claim.job_id, claim.attempt, claim.alone, claim.committed) for claim in got.claims] == [
             (given.job_id, given.attempt, given.alone, given.done) for given in expected.given

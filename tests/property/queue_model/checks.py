@@ -50,7 +50,9 @@ def check_places(found: Snapshot, keys: Keys, persistent: set[str]) -> None:
     rest = {
         name
         for name in found.keys - ours - fixed
-        if not name.startswith((keys.owner, keys.results, keys.claim, keys.replies, ARQ_RESULT))
+        if not name.startswith(
+            (keys.owner, keys.results, keys.claim, keys.replies, keys.prefixes, f"{keys.wake}:", ARQ_RESULT)
+        )
     }
     assert not rest, f"orphans: {rest}"
 
@@ -72,6 +74,10 @@ def check_model(found: Snapshot, model: QueueModel, keys: Keys) -> None:
     _check_streams(found, model)
     assert {name: _reason_of(raw) for name, raw in found.replies.items()} == model.replies
     assert found.mailbox == model.mailbox
+    assert found.prefixes == model.prefixes
+    for suffix, owners in ((":prefixes", model.has_prefixes), (":room", model.with_room)):
+        having = {name for name in found.keys if name.startswith(keys.claim) and name.endswith(suffix)}
+        assert having == {f"{keys.claim}{owner}{suffix}" for owner in owners}
     assert [(row[b"g"].decode(), int(row[b"i"]), _ending(row)) for _, row in found.evaluated] == model.evaluated
     if model.keeps:
         tombstones = {name.removeprefix(ARQ_RESULT) for name in found.keys if name.startswith(ARQ_RESULT)}
@@ -104,6 +110,7 @@ def _check_state(job: Job, state: dict[str, bytes]) -> None:
     assert int(state.get("ndone", 0)) == len(job.done)
     assert (int(state.get("shared", 0)), int(state.get("deaths", 0))) == (job.shared, job.deaths)
     assert state.get("call", b"").decode() == job.call
+    assert tuple(state.get("prefix", b"").decode().split()) == job.prefixes
     assert int(state.get("alone", 0)) == job.alone
 
 

@@ -27,6 +27,9 @@ class Endings:
         self.leaving: set[str] = set()  # workers that were told to end
         self.turns: set[str] = set()  # workers that empty themselves for suspects
         self.last: dict[str, tuple[int, list[str]]] = {}  # owner → number of its last claim that took jobs, their ids
+        self.prefixes: dict[str, str] = {}  # of a prompt → the worker that has it
+        self.has_prefixes: set[str] = set()  # workers that took a job with one
+        self.with_room: set[str] = set()  # those of them that had room at their last claim
         self.latest = 0
         self._stamp = 0
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from sluice.pipeline.queue.types import Claim
+from sluice.pipeline.wire.tokens import TokenArray
 from tests.factories import decode_job
+from tests.property.queue_model.foreign import MAILBOX
 from tests.property.queue_model.machine import Machine
 
 
@@ -198,7 +200,126 @@ def an_evaluation_counts_apart_and_is_not_in_the_way_of_credit(machine: Machine)
     assert [reason for *_, reason in machine.model.evaluated if reason] == ["invalid_request"]
 
 
+def _turn(machine: Machine, rollout_id: str = "mine", **changes: object) -> str:
+    """A turn of a rollout in the queue; its job."""
+    name = machine.new_name()
+    machine.submit([decode_job(name, reply_to=MAILBOX, rollout_id=rollout_id, **changes)])
+    return name
+
+
+def _second_turn(machine: Machine, capacity: int = 2) -> str:
+    """Worker 0 has decoded the first turn of a rollout, and had room for more; the second one's job."""
+    _turn(machine)
+    machine.claim_some(0, capacity)
+    machine.commit_all(0)
+    return _turn(machine)
+
+
+def a_turn_is_left_to_the_worker_that_has_the_turns_before(machine: Machine) -> None:
+    turn = _second_turn(machine)
+    machine.claim_some(1, 4)
+    assert not machine.owners[1].held
+    machine.claim_some(0, 1)
+    assert list(machine.owners[0].held) == [turn]
+
+
+def a_turn_is_left_for_no_longer_than_a_while(machine: Machine) -> None:
+    turn = _second_turn(machine)
+    machine.has_waited(0, 1)
+    machine.claim_some(1, 4)
+    assert list(machine.owners[1].held) == [turn]
+    machine.commit_all(1)
+    _turn(machine)  # it's worker 1 that has the rollout now
+    machine.claim_some(0, 4)
+    assert not machine.owners[0].held
+
+
+def a_full_worker_holds_up_no_turn(machine: Machine) -> None:
+    turn = _second_turn(machine, capacity=1)
+    machine.claim_some(1, 4)
+    assert list(machine.owners[1].held) == [turn]
+
+
+def a_dead_worker_holds_up_no_turn(machine: Machine) -> None:
+    turn = _second_turn(machine)
+    machine.let_die(machine.owners[0])
+    machine.claim_some(1, 4)
+    assert list(machine.owners[1].held) == [turn]
+
+
+def a_worker_that_ends_holds_up_no_turn(machine: Machine) -> None:
+    turn = _second_turn(machine)
+    machine.told_to_end(0)
+    machine.claim_some(1, 4)
+    assert list(machine.owners[1].held) == [turn]
+
+
+def a_worker_that_empties_itself_for_suspects_holds_up_no_turn(machine: Machine) -> None:
+    _turn(machine)
+    machine.claim_some(0, 2)
+    machine.commit_all(0)
+    _enqueue(machine, 1)
+    machine.claim_some(0, 2)  # it holds one job, and has room
+    _enqueue(machine, 1)
+    machine.die(1, 1, False)
+    machine.die(1, 1, False)
+    machine.claim_some(0, 1)
+    turn = _turn(machine)
+    machine.claim_some(2, 4)  # the suspect
+    machine.claim_some(1, 4)
+    assert list(machine.owners[1].held) == [turn]
+
+
+def a_turn_goes_before_what_came_earlier_but_not_for_ever(machine: Machine) -> None:
+    _turn(machine)
+    machine.claim_some(0, 2)
+    machine.commit_all(0)
+    first, second = machine.new_name(), machine.new_name()
+    machine.submit([decode_job(first), decode_job(second)])
+    mine, hurried = _turn(machine), machine.new_name()
+    machine.submit([decode_job(hurried, priority=1)])
+    machine.system.has_waited(first, 2)
+    machine.model.jobs[first].waited = 1
+    machine.claim_some(0, 2)
+    assert list(machine.owners[0].held) == [hurried, mine]  # another priority is another line
+    machine.commit_all(0)
+    machine.system.has_waited(first, 10)
+    machine.model.jobs[first].waited = 2
+    _turn(machine)
+    machine.claim_some(0, 1)
+    assert list(machine.owners[0].held) == [first]
+
+
+def a_callers_long_prompt_is_preferred_and_never_left(machine: Machine) -> None:
+    prompt = TokenArray(range(1100))
+
+    def ask(length: int) -> str:
+        name = machine.new_name()
+        job = decode_job(name, reply_to=MAILBOX, messages=[], prompt_token_ids=TokenArray(prompt[:length]))
+        machine.submit([job])
+        return name
+
+    ask(600)
+    machine.claim_some(0, 2)
+    machine.commit_all(0)
+    other = machine.new_name()
+    machine.submit([decode_job(other)])
+    longer, longest = ask(700), ask(1100)
+    machine.claim_some(0, 1)
+    assert list(machine.owners[0].held) == [longer]
+    machine.claim_some(1, 3)
+    assert list(machine.owners[1].held) == [other, longest]
+
+
 HISTORIES = [
+    a_turn_is_left_to_the_worker_that_has_the_turns_before,
+    a_turn_is_left_for_no_longer_than_a_while,
+    a_full_worker_holds_up_no_turn,
+    a_dead_worker_holds_up_no_turn,
+    a_worker_that_ends_holds_up_no_turn,
+    a_worker_that_empties_itself_for_suspects_holds_up_no_turn,
+    a_turn_goes_before_what_came_earlier_but_not_for_ever,
+    a_callers_long_prompt_is_preferred_and_never_left,
     an_evaluation_counts_apart_and_is_not_in_the_way_of_credit,
     a_caller_is_told_once_of_what_is_stored_and_answered_when_the_job_dies,
     a_repeat_after_its_payload_was_lost,

@@ -56,6 +56,8 @@ class Machine(ProducerRules, WorkerRules, TimeRules, StreamRules):
             self._end_lease(job_id)
         for _ in self.live("later", "apart_later"):
             self.delay_ends(0)
+        for job_id in [name for name in self.live("ready") if self.model.jobs[name].prefixes]:
+            self._wait(job_id, 1)  # or it is left to a worker that had room
         self.turn_ends()
         for owner in self.owners:
             owner.held.clear()
@@ -94,7 +96,7 @@ class Machine(ProducerRules, WorkerRules, TimeRules, StreamRules):
         left = {
             name
             for name in self.system.snapshot().keys
-            if not name.startswith((ARQ_RESULT, keys.owner, keys.claim, keys.replies))
+            if not name.startswith((ARQ_RESULT, keys.owner, keys.claim, keys.replies, keys.prefixes, f"{keys.wake}:"))
         }
         streams = {role.reader.stream for role in (*self.consumers, self.trainer)} | {keys.dead, keys.dropped}
         assert found.counts.get("evaluating", 0) == 0

@@ -69,6 +69,8 @@ class QueueModel(Endings):
         """What `owner` is given; a repeat of its last call is given the same."""
         cancelled = self._cancel(owner)
         last, ids = self.last.get(owner, (0, []))
+        if capacity <= 0:
+            self.with_room.discard(owner)
         if last == number:
             again = [
                 self._given(self.jobs[name]) for name in ids if name in self.jobs and self.jobs[name].owner == owner
@@ -81,6 +83,8 @@ class QueueModel(Endings):
         for job in lapsed:
             self._expire(job, owner, held_by[job.owner])
         line = sorted((job for job in self.jobs.values() if job.where == "apart"), key=lambda job: job.due)
+        if line:
+            self.with_room.discard(owner)
         if line and held:
             if owner in self.turns or len(self.turns) < math.ceil(len(line) / line[0].alone):
                 self.turns.add(owner)
@@ -92,19 +96,54 @@ class QueueModel(Endings):
                 job.together = len(suspects)
             taken = [item for job in suspects for item in self._take(job, owner)]
             return Answer(self._settle(owner, number, taken), cancelled, False, False)
-        given: list[Given] = []
         if capacity <= 0:
-            return Answer(given, cancelled, False, False)
-        limit = capacity
+            return Answer([], cancelled, False, False)
+        given, more = self._take_ready(owner, capacity)
+        return Answer(self._settle(owner, number, given), cancelled, more, False)
+
+    def _take_ready(self, owner: str, capacity: int) -> tuple[list[Given], bool]:
+        """What it takes of the line, and whether it leaves some for want of room."""
+        given: list[Given] = []
+        limit, more = capacity, False
         ready = [job for job in self.jobs.values() if job.where == "ready" or job.hurried]
-        for seen, job in enumerate(sorted(ready, key=lambda job: job.place)):
+        for seen, job in enumerate(self._by_prefix(sorted(ready, key=lambda job: job.place), owner)):
             if capacity <= 0 or seen >= limit:
-                return Answer(self._settle(owner, number, given), cancelled, True, False)
+                more = True
+                break
             if self._is_free(job):
                 taken = self._take(job, owner)
                 capacity -= job.n - len(job.done) if taken else 0
                 given += taken
-        return Answer(self._settle(owner, number, given), cancelled, False, False)
+        if capacity > 0 and owner in self.has_prefixes:
+            self.with_room.add(owner)
+        else:
+            self.with_room.discard(owner)
+        return given, more
+
+    def _by_prefix(self, line: list[Job], owner: str) -> list[Job]:
+        """The order in which this worker takes them, without what is left to others that have room."""
+        has = owner in self.has_prefixes
+
+        def kind(job: Job) -> int:
+            if has and job.waited == 2:
+                return 0
+            return 1 if has and self._holder(job) == owner else 2
+
+        return sorted(
+            (job for job in line if not self._is_left(job, owner)),
+            key=lambda job: (job.place[0], kind(job), job.place),
+        )
+
+    def _is_left(self, job: Job, owner: str) -> bool:
+        """Whether another worker has the rollout's earlier turns, and room."""
+        holder = self._holder(job)
+        if not holder or holder == owner or job.waited or not job.prefixes[0].startswith("r:"):
+            return False
+        return holder in self.with_room
+
+    def _holder(self, job: Job) -> str:
+        """The worker that has the longest known beginning of its prompt."""
+        return next((self.prefixes[name] for name in job.prefixes if name in self.prefixes), "")
 
     def _suspects(self, line: list[Job], capacity: int) -> list[Job]:
         """Those that one empty worker is given."""
@@ -172,6 +211,9 @@ class QueueModel(Endings):
             self.bury(job, "dead", "expired")
             return []
         job.owner, job.attempt, job.where, job.hurried = owner, job.attempt + 1, "leased", False
+        for name in job.prefixes:
+            self.prefixes[name] = owner
+            self.has_prefixes.add(owner)
         return [self._given(job)]
 
     def _given(self, job: Job) -> Given:
@@ -272,6 +314,7 @@ class QueueModel(Endings):
         """The leases of a dead process."""
         mine = [job for job in self.jobs.values() if job.owner == owner]
         self.turns.discard(owner)
+        self.with_room.discard(owner)
         for job in mine:
             if killed or owner in self.leaving:
                 self._hand_back(job)
@@ -283,6 +326,7 @@ class QueueModel(Endings):
         """It was told to end."""
         self.leaving.add(owner)
         self.turns.discard(owner)
+        self.with_room.discard(owner)
 
     # Blame and endings.
 

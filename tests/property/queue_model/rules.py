@@ -9,6 +9,7 @@ from hypothesis.stateful import precondition, rule
 
 from sluice.pipeline.queue import NO_LIMIT, Call, Piece, arq_payload
 from sluice.pipeline.queue.envelope import call_payload
+from sluice.pipeline.queue.queue import prefixes
 from sluice.pipeline.wire.keys import ARQ_JOB
 from sluice.pipeline.wire.messages import EVALUATION, DecodeJob, Progress
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
@@ -18,12 +19,19 @@ from tests.property.queue_model.foreign import KINDS, MAILBOX, foreign
 from tests.property.queue_model.state import Job
 from tests.property.queue_model.system import LEASE_S
 
+OVERTAKEN = 10  # prefix.lua
 NOW_MS = 1_800_000_000_000  # any; of the same length as today
 
 
 def decoding(name: str, **changes: Any) -> DecodeJob:
-    """A decode job; every third has a caller that is answered."""
-    return decode_job(name, reply_to=MAILBOX if int(name.removeprefix("m:j")) % 3 == 2 else None, **changes)
+    """A decode job; every third has a caller that is answered: a turn of one of two rollouts, or a long prompt."""
+    number = int(name.removeprefix("m:j"))
+    if number % 3 != 2:
+        return decode_job(name, **changes)
+    if number % 2:
+        return decode_job(name, reply_to=MAILBOX, rollout_id=f"rollout {number % 4}", **changes)
+    prompt = {"messages": [], "prompt_token_ids": TokenArray([7] * 520)} if number % 4 else {}
+    return decode_job(name, reply_to=MAILBOX, **prompt, **changes)
 
 
 class ProducerRules(QueueMachine):
@@ -41,7 +49,8 @@ class ProducerRules(QueueMachine):
     def _as_model(self, job: DecodeJob) -> Job:
         home, payload = (-job.priority, self.model.stamp()), arq_payload(job, NOW_MS)
         has_end = job.deadline_s is not None
-        return Job(job.job_id, job.n, payload, home, mailbox=job.reply_to or "", expires=has_end)
+        its = tuple(prefixes(job))
+        return Job(job.job_id, job.n, payload, home, mailbox=job.reply_to or "", prefixes=its, expires=has_end)
 
     @rule(orders=ORDERS, k=INDEX, again=st.booleans())
     def enqueue(self, orders: list[tuple[int, int, bool]], k: int, again: bool) -> None:
@@ -288,6 +297,17 @@ class TimeRules(QueueMachine):
         if job_id := self.pick([name for name, job in self.model.jobs.items() if job.expires and job.adopted], k):
             self.system.deadline_ends(job_id)
             self.model.jobs[job_id].late = True
+
+    @precondition(lambda self: self.live("ready"))
+    @rule(k=INDEX, waited=st.sampled_from([1, 1, 2]))
+    def has_waited(self, k: int, waited: int) -> None:
+        """Its own worker didn't come for it, or others were taken first for long."""
+        if job_id := self.pick([name for name in self.live("ready") if self.model.jobs[name].adopted], k):
+            self._wait(job_id, waited)
+
+    def _wait(self, job_id: str, waited: int) -> None:
+        self.system.has_waited(job_id, {1: 2, 2: OVERTAKEN}[waited])
+        self.model.jobs[job_id].waited = waited
 
     def give_turn_elsewhere(self) -> None:
         """A worker that is not here empties itself for suspects."""

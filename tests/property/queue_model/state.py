@@ -59,6 +59,8 @@ class Job:
     home: tuple[float, int]
     call: str = ""
     mailbox: str = ""  # of the caller that is answered; "" = the results are for the consumers
+    prefixes: tuple[str, ...] = ()  # of its prompt, the longest first
+    waited: int = 0  # 1: longer than it is left to another worker; 2: so long that nothing overtakes it
     expires: bool = False
     late: bool = False  # its deadline has passed
     adopted: bool = True  # False: a foreign program put it here and no script has seen it yet

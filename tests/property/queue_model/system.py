@@ -18,6 +18,7 @@ from tests.property.queue_model.foreign import MAILBOX
 
 LEASE_S = 3600.0  # leases end when the machine says so
 PARTITIONS = 2
+PREFIX_WAIT_S = 3600.0  # likewise
 T = TypeVar("T")
 Fields = dict[bytes, bytes]
 
@@ -41,6 +42,7 @@ class Snapshot:
     dead: list[tuple[str, Fields]]
     dropped: list[tuple[str, Fields]]
     evaluated: list[tuple[str, Fields]]
+    prefixes: dict[str, str]  # name of a prompt's beginning → the worker that has it
     replies: dict[str, bytes]  # sequence → its stored reply
     mailbox: list[str]
     aborts: set[str]
@@ -98,6 +100,10 @@ class System:
         """A job that waits for its time is ready."""
         self.redis("ZADD", self.keys.alone if apart else self.keys.jobs, "XX", self._now_ms(), job_id)
 
+    def has_waited(self, job_id: str, times: float) -> None:
+        """A job has been in the queue for so many times PREFIX_WAIT_S."""
+        self.redis("HSET", self.keys.job_state + job_id, "at", int(self._now_ms() - times * 1000 * PREFIX_WAIT_S) - 1)
+
     def deadline_ends(self, job_id: str) -> None:
         """It is too late to start a job."""
         self.redis("HSET", self.keys.job_state + job_id, "expires", self._now_ms() - 1)
@@ -154,6 +160,7 @@ async def _read(
     running: list[str],
     stored: list[str],
     replies: list[str],
+    prefixes: list[str],
 ) -> list[Any]:
     """Everything at one moment."""
     async with client.pipeline(transaction=True) as pipe:
@@ -178,6 +185,8 @@ async def _read(
             pipe.strlen(keys.progress + name)
         for name in replies:
             pipe.get(keys.replies + name)
+        for name in prefixes:
+            pipe.get(keys.prefixes + name)
         pipe.lrange(f"{keys.replies}mailbox:{MAILBOX}", 0, -1)
         return await pipe.execute()
 
@@ -185,12 +194,11 @@ async def _read(
 async def _snapshot(client: Any, keys: Keys) -> Snapshot:
     names = await _names(client, keys)
     mailbox = f"{keys.replies}mailbox:{MAILBOX}"
-    prefixes = (keys.job_state, ARQ_JOB, ARQ_RUNNING, keys.progress, keys.replies)
-    states, payloads, running, stored, replies = (
-        [name.removeprefix(prefix) for name in names if name.startswith(prefix) and name != mailbox]
-        for prefix in prefixes
+    parts = (keys.job_state, ARQ_JOB, ARQ_RUNNING, keys.progress, keys.replies, keys.prefixes)
+    states, payloads, running, stored, replies, prefixes = (
+        [name.removeprefix(part) for name in names if name.startswith(part) and name != mailbox] for part in parts
     )
-    answers = iter(await _read(client, keys, states, payloads, running, stored, replies))
+    answers = iter(await _read(client, keys, states, payloads, running, stored, replies, prefixes))
     seconds, micros = next(answers)
     counts = {name.decode(): int(value) for name, value in next(answers).items() if not name.startswith(b"last:")}
     line, apart, leases = (_scores(next(answers)) for _ in range(3))
@@ -209,6 +217,7 @@ async def _snapshot(client: Any, keys: Keys) -> Snapshot:
         running={job_id: next(answers).decode() for job_id in running},
         stored={name: next(answers) for name in stored},
         replies={name: next(answers) for name in replies},
+        prefixes={name: next(answers).decode() for name in prefixes},
         mailbox=[word.decode() for word in next(answers)],
         counts=counts,
         results=streams[:PARTITIONS],

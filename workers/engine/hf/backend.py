@@ -69,10 +69,12 @@ class HfBackend:
         room: AdapterRoom | None = None,
         second_copy_gb: float | None = 0.0,
         keep_cache: bool = False,
+        prefix_cache_mb: int = 0,
     ) -> None:
         """`processed_logprobs`: logprobs at each sequence's own temperature. `room`: for adapters beside the base.
         `second_copy_gb`: of memory (GiB) for new weights beside those that decode; None: what is needed, up to half of
-        what is free. `keep_cache`: running sequences go on over the caches of the weights before."""
+        what is free. `keep_cache`: running sequences go on over the caches of the weights before. `prefix_cache_mb`:
+        most (MiB) that is kept of ended sequences for those that go on from them."""
         if max_batch < 1:
             raise EngineError(f"max_batch must be >= 1, got {max_batch}")
         load = partial(
@@ -82,7 +84,7 @@ class HfBackend:
             processed_logprobs=processed_logprobs,
             keeps_cache=keep_cache,
         )
-        self._thread = DecodeThread(load, Path(config.path), max_batch, version, room, second_copy_gb)
+        self._thread = DecodeThread(load, Path(config.path), max_batch, version, room, second_copy_gb, prefix_cache_mb)
         self._facts: EngineFacts | None = None
         self._images: PreparedImages | None = None
         self._started = False
@@ -208,6 +210,7 @@ class DecodeThread:
         version: int,
         room: AdapterRoom | None = None,
         second_copy_gb: float | None = 0.0,
+        prefix_cache_mb: int = 0,
     ) -> None:
         """`load` returns the model with the weights of `directory`, which are `version`; it may raise ModelError."""
         self.ready: Future[EngineFacts] = Future()
@@ -219,6 +222,7 @@ class DecodeThread:
         self.guard_cost = GuardCost()
         self._load_model, self._directory = load, directory
         self._max_batch, self._room, self._second_copy_gb = max_batch, room, second_copy_gb
+        self._prefix_bytes = prefix_cache_mb << 20
         self._wake = threading.Condition()
         self._joins: deque[_Job] = deque()
         self._loads: deque[_Job] = deque()
@@ -286,7 +290,7 @@ class DecodeThread:
             with torch.inference_mode():
                 model = self._load_model()
                 prove(model)
-                decoder = Decoder(model, self.versions[OWN], self.guard_cost)
+                decoder = Decoder(model, self.versions[OWN], self.guard_cost, self._prefix_bytes)
                 self.processor, self.guard = decoder.model.vision, decoder.model.guard
                 model = decoder.model
                 self.grammars = model.grammars

@@ -30,6 +30,7 @@ from transformers.cache_utils import (
 )
 
 from sluice.pipeline.errors import ModelError
+from sluice.workers.engine.hf.prefixes import Layers
 
 _MIN_COLUMNS = 128
 _STATES = ("conv_states", "recurrent_states")
@@ -42,6 +43,16 @@ class PrefillCache(DynamicCache):
         """Raises ModelError for a model with layers `DecodeCache` has no buffers for."""
         super().__init__(config=config)
         self.layers = [_whole(layer) for layer in self.layers]
+
+    def begin(self, pasts: Sequence[Layers | None], lengths: Sequence[int]) -> None:
+        """Start with the first `lengths[i]` cached tokens of row i, right-aligned; the rest of it must be masked."""
+        like = next(past for past in pasts if past is not None)
+        for number, layer in enumerate(self.layers):
+            both = [part.new_zeros(len(pasts), part.shape[0], max(lengths), part.shape[2]) for part in like[number]]
+            for row, (past, length) in enumerate(zip(pasts, lengths, strict=True)):
+                for whole, part in zip(both, past[number] if past is not None and length else (), strict=False):
+                    whole[row, :, -length:] = part[:, :length]
+            layer.update(*both)
 
 
 def _whole(layer: Any) -> Any:
@@ -217,6 +228,18 @@ class DecodeCache(Cache):
     def num_rows(self) -> int:
         """Rows running."""
         return self._window.num_rows
+
+    @property
+    def is_attention(self) -> bool:
+        """Every layer of the running rows is, so what a row has cached can be cut to any length."""
+        return all(type(layer) is WindowLayer for layer in self.layers)
+
+    def row(self, row: int) -> tuple[Layers, int]:
+        """A copy of one row's keys and values, and how many tokens they are of; attention layers only."""
+        columns = slice(self._window.end - self._lengths[row], self._window.end)
+        return [
+            (layer.keys[row, :, columns].clone(), layer.values[row, :, columns].clone()) for layer in self.layers
+        ], self._lengths[row]
 
     def admit(self, prefilled: PrefillCache, pick: Sequence[int], lengths: Sequence[int], offset: int = 0) -> None:
         """Append rows: row i is row `pick[i]` of a left-padded prefill, with `lengths[i]` real tokens.

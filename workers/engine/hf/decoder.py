@@ -3,6 +3,7 @@
 - Rows of the batch, the cache and the sampling table have the same order.
 - A row's first token comes from its prefill; a row that ends there never enters the batch.
 - Equal contexts are prefilled once. A prompt with images is prefilled alone.
+- A prompt that begins with a kept sequence (prefixes.py) is prefilled from there on.
 - New weights: every running row is prefilled again, because a cache must not outlive its weights, at the swap or before
   it (`standby`). The same pass scores the tokens sampled under the previous version: their proximal logprobs.
 - Where the user accepts stale caches (`EngineFacts.keeps_cache`), running rows go on over theirs instead, unscored.
@@ -12,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,7 @@ from sluice.workers.engine.hf.passes import (
     prompt_ranked,
     summed_logprob,
 )
+from sluice.workers.engine.hf.prefixes import Prefix, PrefixCache
 from sluice.workers.engine.hf.rows import Row
 from sluice.workers.engine.hf.standby import Context, Slice
 from sluice.workers.engine.hf.vision import prefill_image
@@ -44,14 +46,22 @@ PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass; bounds its memory."""
 Errors = dict[int, tuple[Row, EngineError]]
 """Rows of the group that failed, by index."""
+Pasts = Mapping[int, tuple[Prefix, int]]
+"""By row id: a kept sequence, and how many of its tokens the row's prompt begins with."""
+_NO_PASTS: Pasts = {}
+_ALIKE_TOKENS = 64
 _Scores = list[list[float]]
 
 
 class Decoder:
     """The running batch. Used from one thread, under `torch.inference_mode`."""
 
-    def __init__(self, model: LoadedModel, version: int, guard_cost: GuardCost | None = None) -> None:
+    def __init__(
+        self, model: LoadedModel, version: int, guard_cost: GuardCost | None = None, prefix_bytes: int = 0
+    ) -> None:
+        """`prefix_bytes`: most that is kept of sequences that ended, for those that go on from them."""
         self.model = model
+        self.prefixes = PrefixCache(prefix_bytes)
         self.policies = Policies(version)
         self.rows: list[Row] = []
         self._device = torch.device(model.facts.device)
@@ -64,8 +74,9 @@ class Decoder:
         """Prefill new rows and add them; returns those that ended at once, with their error if any."""
         ended: list[Ended] = []
         last: list[int] = []
-        for group in prefill_groups(rows):
-            ended += self._prefill(group, last)
+        pasts = self._pasts(rows)
+        for group in prefill_groups(rows, pasts):
+            ended += self._prefill(group, last, pasts)
         if last:
             self._last = torch.cat([self._last, torch.tensor(last, device=self._device)])
             self._table = self._table_of(self.rows)
@@ -85,6 +96,7 @@ class Decoder:
         leaving = [index for index, row in enumerate(self.rows) if row.finish_reason or index in errors]
         ended = [(self.rows[index], errors.get(index)) for index in leaving]
         if leaving:
+            self._keep(index for index in leaving if index not in errors)
             self._remove(leaving)
         return ended
 
@@ -120,6 +132,7 @@ class Decoder:
         rows, self.rows = self.rows, []
         self.model = model or self.model
         self.policies.put(OWN, Policy(version, parent))
+        self.prefixes.forget()
         self._cache.empty(max((len(row.prompt) + len(row.tokens) for row in rows), default=0))
         self._table, self._last = None, self._last[:0]
         ended = [one for part in slices for one in self._take(part, contexts)]
@@ -130,6 +143,8 @@ class Decoder:
         """Prefill the rows of this name under its new policy; returns rows that ended at once, and the old policy."""
         rows = [row for row in self.rows if row.request.adapter == name]
         before = self.policies.put(name, policy)
+        if before is not None:
+            self.prefixes.forget(before)
         if self.model.facts.keeps_cache:
             for row in rows:
                 row.policy = policy
@@ -158,8 +173,29 @@ class Decoder:
             self._last = torch.cat([self._last, newest])
         return [(part.rows[index], error) for index, error in scored.items() if error is not None]
 
-    def _prefill(self, rows: Sequence[Row], last: list[int]) -> list[Ended]:
-        done, errors = prefill(self.model, rows, self.policies)
+    def _keep(self, leaving: Iterable[int]) -> None:
+        """Keep what rows that ended have cached, where another sequence may go on from them."""
+        for index in leaving:
+            row = self.rows[index]
+            wanted = self.prefixes.max_bytes and row.request.goes_on and row.vision is None
+            # A row that went on over a swap without a prefill has keys of the weights before.
+            stale = self.model.facts.keeps_cache and {*row.sampled.versions} != {_policy(row).version}
+            if wanted and not stale and self._cache.is_attention:
+                layers, length = self._cache.row(index)
+                self.prefixes.keep(row.context[:length], layers, _policy(row))
+
+    def _pasts(self, rows: Sequence[Row]) -> Pasts:
+        """By row id, what is kept of its prompt. The last token is always prefilled: its logits are sampled from."""
+        pasts: dict[int, tuple[Prefix, int]] = {}
+        for row in rows if len(self.prefixes) else ():
+            if row.vision is None and not row.tokens:  # tokens so far are scored, which needs their logits
+                found = self.prefixes.longest(row.prompt[:-1], self.policies.of(row.request.adapter))
+                if found is not None:
+                    pasts[id(row)] = found
+        return pasts
+
+    def _prefill(self, rows: Sequence[Row], last: list[int], pasts: Pasts) -> list[Ended]:
+        done, errors = prefill(self.model, rows, self.policies, pasts)
         rows = [row for index, row in enumerate(rows) if index not in errors]
         ended: list[Ended] = [*errors.values()]
         if done is None or not rows:
@@ -262,16 +298,23 @@ class Prefilled:
     pick: list[int]
 
 
-def prefill(model: LoadedModel, rows: Sequence[Row], policies: Policies) -> tuple[Prefilled | None, Errors]:
+def prefill(
+    model: LoadedModel, rows: Sequence[Row], policies: Policies, pasts: Pasts = _NO_PASTS
+) -> tuple[Prefilled | None, Errors]:
     """Prefill one group of `prefill_groups`, each row under its policy; the rows receive their scores.
 
-    None if every row has an error.
+    `pasts` were computed under these policies. None if every row has an error.
     """
     for row in rows:
         row.policy = policies.of(row.request.adapter)
     unscored = [row.unscored(_policy(row).version, _policy(row).parent) for row in rows]
     try:
-        done, scores, begin = _image_pass(model, rows, unscored) if rows[0].vision else _pass(model, rows, unscored)
+        if rows[0].vision:
+            done, scores, begin = _image_pass(model, rows, unscored)
+        elif id(rows[0]) in pasts:
+            done, scores, begin = _pass_on(model, rows, pasts), [], []
+        else:
+            done, scores, begin = _pass(model, rows, unscored)
     except RequestError as error:
         return None, {index: (row, error) for index, row in enumerate(rows)}
     errors: Errors = {}
@@ -296,20 +339,59 @@ def _prompt_ranked(model: LoadedModel, row: Row) -> Ranked:
         return prompt_ranked(model, row.prompt, count, row.logprob_temperature)
 
 
-def prefill_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
+def prefill_groups(rows: Sequence[Row], pasts: Pasts = _NO_PASTS) -> Iterator[list[Row]]:
     """Rows of similar length together, at most PREFILL_TOKENS padded tokens a group (or one row).
 
-    Rows with images: those with the same context and images together.
+    Rows with images: those with the same context and images together. Rows with a past: those that have about as many
+    tokens left.
     """
-    texts = [row for row in rows if row.vision is None]
+    texts = [row for row in rows if row.vision is None and id(row) not in pasts]
     for group in groups_by_length([len(row.context) for row in texts], PREFILL_TOKENS):
         yield [texts[index] for index in group]
+    yield from _groups_with_a_past([row for row in rows if id(row) in pasts], pasts)
     images: dict[tuple[int, tuple[int, ...], float, str], list[Row]] = {}
     for row in rows:
         if row.vision is not None:
             its = (id(row.vision), tuple(row.tokens), row.logprob_temperature, row.request.adapter)
             images.setdefault(its, []).append(row)
     yield from images.values()
+
+
+def _groups_with_a_past(rows: Sequence[Row], pasts: Pasts) -> Iterator[list[Row]]:
+    """Every row of a group is prefilled from as many tokens before its end as the one with the most left."""
+    left = [len(row.prompt) - pasts[id(row)][1] for row in rows]
+    for group in groups_by_length(left, PREFILL_TOKENS):
+        alike: list[int] = []
+        for index in group:
+            if alike and left[alike[0]] > max(_ALIKE_TOKENS, 2 * left[index]):
+                yield [rows[each] for each in alike]
+                alike = []
+            alike.append(index)
+        yield [rows[each] for each in alike]
+
+
+def _pass_on(model: LoadedModel, rows: Sequence[Row], pasts: Pasts) -> Prefilled:
+    """Prefill what follows the rows' pasts; no row has tokens to score.
+
+    All rows have the same number of new columns, so each row's cache has no gap: a window counts columns.
+    """
+    unique: dict[tuple[tuple[int, ...], Policy], int] = {}
+    pick = [unique.setdefault((tuple(row.prompt), _policy(row)), len(unique)) for row in rows]
+    first = [rows[pick.index(number)] for number in range(len(unique))]
+    columns = max(len(row.prompt) - pasts[id(row)][1] for row in first)
+    lengths = [max(0, len(row.prompt) - columns) for row in first]
+    for row, number in zip(rows, pick, strict=True):
+        row.cached_tokens = lengths[number]
+    before, cache = max(lengths), PrefillCache(model.module.config)
+    cache.begin([pasts[id(row)][0].layers for row in first], lengths)
+    inputs, shown, positions = left_padded(
+        model, [row.prompt[length:] for row, length in zip(first, lengths, strict=True)], rows[0].pad_token_id
+    )
+    starts = torch.tensor(lengths, device=inputs.device).unsqueeze(1)
+    known = torch.arange(before, device=inputs.device) >= before - starts
+    with model.adapters.rows([policy.lora for _, policy in unique]):
+        logits, _ = forward_scored(model, inputs, torch.cat([known, shown], dim=1), positions + starts, cache, None)
+    return Prefilled(cache, logits, 0, pick)
 
 
 def _pass(

@@ -224,6 +224,8 @@ class Sequences:
                     if sequence.wants_prompt:
                         sequence.prompt_ranked = _ranked(scores[:begin], sampling.prompt_logprobs or 0)
                 self._entries.runs(entry)
+                if final is None and not sequence.tokens:
+                    sequence.cached_tokens = output.num_cached_tokens or 0
                 completion = output.outputs[0]
                 final = completion.finish_reason
                 check_version(completion.weight_versions, loaded)
