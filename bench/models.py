@@ -41,6 +41,10 @@ NUM_TURNS, TURN_TOKENS = 3, 32  # of the agent
 _AGENT = {
     "hidden_size": 256, "intermediate_size": 768, "num_heads": 8, "num_kv_heads": 4, "max_positions": ENDLESS_CONTEXT,
 }  # fmt: skip
+_LARGE_AGENT = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_layers": 8, "num_heads": 16, "num_kv_heads": 8,
+    "max_positions": 2 * ENDLESS_CONTEXT,
+}  # fmt: skip
 _AGAIN = 256  # tokens until it repeats
 _TOOL, _A, _B = "multiply", "37", "46"
 _FREE = "<|free|>"
@@ -243,20 +247,29 @@ def _save_qwen3(
     tokenizer.save_pretrained(directory)
 
 
-def agent_model(home: Path) -> Path:
-    """Directory of the model and its tokenizer; created now unless an equal one exists."""
+def agent_model(home: Path, *, large: bool = False) -> Path:
+    """Directory of the model and its tokenizer; created now unless an equal one exists.
+
+    `large`: 26 million parameters instead of 3, and twice the context.
+    """
     from transformers.utils import logging
 
     from sluice.demo.tiny import model, tokenizer
 
-    settings = model.ModelSettings(**_AGENT)
+    settings = model.ModelSettings(**(_LARGE_AGENT if large else _AGENT))
 
     def save(directory: Path) -> None:
         logging.disable_progress_bar()
-        codec = _tokenizer()
+        codec = _tokenizer(settings.max_positions)
         model.save_model(model.build_model(settings, codec, lambda made: _write(made, codec)), codec, directory)
 
-    return cached(home, "agent-model", asdict(settings), [sys.modules[__name__], model, tokenizer], save)
+    return cached(
+        home,
+        "agent-model-large" if large else "agent-model",
+        asdict(settings),
+        [sys.modules[__name__], model, tokenizer],
+        save,
+    )
 
 
 def prompt_text(number: int, num_words: int) -> str:
@@ -296,7 +309,7 @@ def _word(kind: str, number: int) -> str:
     return f"{kind}_{number};"
 
 
-def _tokenizer() -> Any:
+def _tokenizer(context: int) -> Any:
     from sluice.demo.tiny.tokenizer import TURN_END, build_tokenizer
 
     written = [word for chain in chains() for word in chain[1:] if word != TURN_END]
@@ -304,7 +317,7 @@ def _tokenizer() -> Any:
     plain = (_TOOL, _A, _B)
     chosen = [chunk for chunk in chunks if chunk not in plain]
     tokenizer = build_tokenizer(words=plain, chunks=chosen, special=(*_MARKS, _FREE))
-    tokenizer.model_max_length = ENDLESS_CONTEXT
+    tokenizer.model_max_length = context
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 

@@ -1,7 +1,9 @@
 """What agent rollouts cost over the engine alone, and the gateway compared with vLLM's own server.
 
         ┌▶ added      one call at a time: gateway ─▶ worker            │ the engine in this process ─┐
-Plan ───┼▶ rollouts   many at once: rollout server ⇄ gateway ─▶ worker │ their turns on that engine ─┼─▶ fields
+        ├▶ rollouts   many at once: rollout server ⇄ gateway ─▶ worker │ their turns on that engine ─┤
+Plan ───┤                                                              │                             ├─▶ fields
+        ├▶ turns      conversations: 2 gateways ─▶ 4 workers           │ the same without affinity  ─┤
         └▶ served     many calls at once: gateway ─▶ worker (vLLM)     │ vLLM's own OpenAI server   ─┘
 
 The two sides of a part alternate, with the same prompts, on the same model; both stay loaded.
@@ -11,6 +13,8 @@ The two sides of a part alternate, with the same prompts, on the same model; bot
 - rollouts: several turns with a tool between them, all at once. Through the servers each is one `POST /rollout`; its
   clock stops when its trajectory is in the result stream. The engine alone gets each turn's tokens, rendered before the
   clock starts; between turns it waits as long as the tool would.
+- turns: a conversation's turns come one after another, each through the next gateway. All have one system prompt, and a
+  question of their own. Without: no turn is left to the worker that has the turns before, and no worker keeps prefixes.
 - served: a round is `requests` chat completions, `concurrency` at a time, greedy, all of the same length. First plain
   requests, then requests with logprobs: a worker computes those of every token in both cases.
 """
@@ -51,7 +55,10 @@ MODEL_NAME = "policy"
 _TOOLS: list[Any] = [{"type": "function", "function": {"name": "multiply"}}]
 _EVERY = GatewayConfig().stream_tokens
 _WARM_PAIRS, _WARM_ROLLOUTS = 5, 8
-_AIM = 0.95  # of `gateway_vs_vllm_serve`
+_AIMS = {
+    "added_ms_p50": ("<=", 5.0), "rollouts_vs_direct": (">=", 0.95), "prefix_reused_share": (">=", 0.9),
+    "turn_latency_vs_none": ("<=", 0.5), "gateway_vs_vllm_serve": (">=", 1.0),
+}  # fmt: skip
 
 Pair = Mapping[str, float]
 """Seconds through the `gateway`, and `direct` on the engine."""
@@ -68,6 +75,13 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
     rounds: int = 3
     rollout_batch: int = 64  # worker.max_batch; also of `added`
     tool_latency_ms: tuple[int, int] = (10, 100)
+    workers: int = 4  # of `turns`
+    gateways: int = 2
+    conversations: int = 8  # at once
+    conversation_turns: int = 10
+    system_words: int = 400  # of the prompt that all conversations begin with
+    reply_words: int = 30  # of what follows each answer
+    turn_tokens: int = 32
     requests: int = 128  # of a round of `served`
     concurrency: int = 32  # requests at a time, and worker.max_batch
     request_tokens: int = 128
@@ -75,7 +89,8 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
 
     QUICK = {
         "prompt_words": 8, "pairs": 5, "streamed_pairs": 2, "call_tokens": 8, "rollouts": 6, "rounds": 1,
-        "rollout_batch": 8, "tool_latency_ms": (1, 2), "requests": 8, "concurrency": 4, "request_tokens": 8,
+        "rollout_batch": 8, "tool_latency_ms": (1, 2), "workers": 2, "conversations": 2, "conversation_turns": 3,
+        "system_words": 40, "reply_words": 4, "turn_tokens": 8, "requests": 8, "concurrency": 4, "request_tokens": 8,
     }  # fmt: skip
 
 
@@ -89,28 +104,41 @@ class Bench(NamedTuple):
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """`rollouts_s`: rollouts per second through rollout server, gateway and a worker (`rollouts_s_direct`: their turns
     on the engine alone). `added_ms_p50`, `added_ms_p99`: milliseconds that gateway, queue and worker add to one call,
-    over pairs. `gateway_vs_vllm_serve`: completion tokens per second, over vLLM's own server (None: see `why_no_vllm`);
+    over pairs. `prefix_reused_share`: of all prompt tokens, those that no worker prefilled anew.
+    `turn_latency_vs_none`: median latency of a conversation's turns, over that without affinity.
+    `gateway_vs_vllm_serve`: completion tokens per second, over vLLM's own server (None: see `why_no_vllm`);
     `with_logprobs`: the same for requests with logprobs.
     """
-    model = agent_model(HOME)
+    model, large = agent_model(HOME), agent_model(HOME, large=True)
     async with own_broker(home / "broker") as broker, open_session() as session:
         bench = Bench(home, broker, model, session)
         parts = await _on_hf(plan, bench)
+        parts |= await _of_large(plan, bench._replace(model=large))
         if not plan.why_no_vllm:
             parts |= await _on_vllm(plan, bench)
-    conditions = {"num_rollouts": plan.rollouts, "turns": NUM_TURNS, "turn_tokens": TURN_TOKENS, "model": model.name}
+    conditions = {
+        "num_rollouts": plan.rollouts,
+        "turns": NUM_TURNS,
+        "turn_tokens": TURN_TOKENS,
+        "model": model.name,
+        "large_model": large.name,
+    }
     return {**fields(parts), **conditions, "threads": 1, "dtype": "float32"}
 
 
 def fields(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The results of the parts; `parts` by name: `added`, `rollouts` and, with vLLM, `plain` and `logprobs`."""
-    ratio = parts["plain"]["gateway_vs_vllm_serve"] if "plain" in parts else None
-    return {
+    """The results of the parts by name: `added`, `rollouts`, `turns` and, with vLLM, `plain` and `logprobs`."""
+    found = {
         "rollouts_s": parts["rollouts"]["rollouts_s"],
         **{name: parts["added"][name] for name in ("added_ms_p50", "added_ms_p99")},
-        "gateway_vs_vllm_serve": ratio,
-        "aims": {"gateway_vs_vllm_serve": aim(">=", _AIM, ratio)},
+        **{name: parts["turns"][name] for name in ("prefix_reused_share", "turn_latency_vs_none")},
+        "gateway_vs_vllm_serve": parts["plain"]["gateway_vs_vllm_serve"] if "plain" in parts else None,
         **parts["rollouts"],
+    }
+    return {
+        **found,
+        "aims": {name: aim(sign, value, found[name]) for name, (sign, value) in _AIMS.items()},
+        "conversations": parts["turns"],
         "call": parts["added"],
         "served": parts.get("plain"),
         "served_with_logprobs": parts.get("logprobs"),
@@ -120,11 +148,40 @@ def fields(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 async def _on_hf(plan: Plan, bench: Bench) -> dict[str, dict[str, Any]]:
     renderer = load_renderer(str(bench.model))
     chosen = settings(bench.home, bench.model, "hf", plan.rollout_batch, plan)
-    async with direct_engine(chosen) as direct, _running(bench, chosen, "rollout-server") as (gateway, server):
+    async with direct_engine(chosen) as direct, _running(bench, chosen) as (gateway, _):
         one = await added(bench.session, gateway, direct, renderer, plan)
         say(f"one call: {one['added_ms_p50']:.1f} ms added at the median, {one['added_ms_p99']:.1f} ms at p99")
+        return {"added": one}
+
+
+async def _of_large(plan: Plan, bench: Bench) -> dict[str, dict[str, Any]]:
+    """Parts whose passes have the share of time that those of a real model have."""
+    renderer = load_renderer(str(bench.model))
+    chosen = settings(bench.home, bench.model, "hf", plan.rollout_batch, plan, run="bench-large")
+    async with direct_engine(chosen) as direct, _running(bench, chosen, "rollout-server") as (gateway, server):
         many = await rollouts(bench.session, server, gateway, direct, renderer, plan)
-        return {"added": one, "rollouts": many}
+    batch = max(2, 2 * plan.conversations // plan.workers)
+    run = {side: settings(bench.home, bench.model, "hf", batch, plan, run=f"bench-{side}") for side in ("with", "none")}
+    run["none"] += ["worker.prefix_cache_mb=0", "worker.prefix_wait_s=0"]
+    async with _conversing(bench, run["with"], plan) as kept, _conversing(bench, run["none"], plan) as none:
+        return {"rollouts": many, "turns": await turns(bench.session, {"with": kept, "none": none}, plan)}
+
+
+@contextlib.asynccontextmanager
+async def _conversing(bench: Bench, chosen: Sequence[str], plan: Plan) -> AsyncIterator[list[str]]:
+    """Workers and gateways, all ready; the addresses of the gateways."""
+    run, env = chosen[0].partition("=")[2], {**engine_environment(), **dict.fromkeys(KEY_NAMES, "")}
+    ports = free_ports(plan.gateways)
+    async with Fleet(run, bench.home) as fleet:
+        for _ in range(plan.workers):
+            await fleet.start_role("worker", chosen, bench.broker.url, env)
+        for port in ports:
+            await fleet.start_role("gateway", [*chosen, f"gateway.port={port}"], bench.broker.url, env)
+        gateways = [f"http://127.0.0.1:{port}" for port in ports]
+        for url in gateways:
+            await until_healthy(bench.session, url, fleet)
+        await bench.broker.until_serving(run, fleet, plan.workers)
+        yield gateways
 
 
 async def _on_vllm(plan: Plan, bench: Bench) -> dict[str, dict[str, Any]]:
@@ -146,11 +203,11 @@ async def _on_vllm(plan: Plan, bench: Bench) -> dict[str, dict[str, Any]]:
         }
 
 
-def settings(home: Path, model: Path, backend: str, max_batch: int, plan: Plan) -> list[str]:
+def settings(home: Path, model: Path, backend: str, max_batch: int, plan: Plan, *, run: str | None = None) -> list[str]:
     """Settings of a run, for its processes and for the engine called directly."""
     low, high = plan.tool_latency_ms
     return run_settings(
-        f"bench-{backend}", model, f"run_dir={home}", "model.dtype=float32", f"worker.backend={backend}",
+        run or f"bench-{backend}", model, f"run_dir={home}", "model.dtype=float32", f"worker.backend={backend}",
         f"worker.max_batch={max_batch}", "worker.drain_s=0", "worker.vllm.enforce_eager=true",
         f"gateway.model_name={MODEL_NAME}", f"rollout_server.max_concurrent_rollouts={plan.rollouts}",
         f"rollout_server.tool_latency_ms=[{low},{high}]",
@@ -297,6 +354,73 @@ def rollout_fields(rounds: Sequence[Mapping[str, float]], latencies_s: Sequence[
         "rollouts_vs_direct_range": spread(found),
         "rollout_p50_s": percentile(latencies_s, 0.5),
         "rollout_p99_s": percentile(latencies_s, 0.99),
+    }
+
+
+async def turns(session: aiohttp.ClientSession, gateways: Mapping[str, Sequence[str]], plan: Plan) -> dict[str, Any]:
+    """Conversations through the gateways of each side, `with` affinity and with `none`."""
+    system, answers = prompt_text(-1, plan.system_words), dict[str, list[Answered]]()
+
+    async def one(side: str, number: int) -> float:
+        name, found = secrets.token_hex(4), list[Answered]()
+
+        async def converse(at: int) -> None:
+            asked = prompt_text(1 + at + plan.conversations * number, plan.prompt_words)
+            messages = [{"role": "system", "content": system}, {"role": "user", "content": asked}]
+            for turn in range(plan.conversation_turns):
+                url = gateways[side][(at + turn) % plan.gateways]
+                body = {"rollout_id": f"{name}-{at}", "messages": messages, "temperature": 0.0}
+                began = time.perf_counter()
+                answer = await post(session, f"{url}/v1/chat/completions", {**body, "max_tokens": plan.turn_tokens})
+                found.append(Answered.of(turn, time.perf_counter() - began, answer, plan.turn_tokens))
+                said = answer["choices"][0]["message"]
+                messages += [said, {"role": "user", "content": prompt_text(at + turn, plan.reply_words)}]
+                await asyncio.sleep(random.uniform(*plan.tool_latency_ms) / 1000)
+            await post(session, f"{url}/v1/rollout/{name}-{at}/finish", {"final_status": "CANCELLED"})
+
+        await asyncio.gather(*map(converse, range(plan.conversations)))
+        if number >= 0:
+            answers.setdefault(side, []).extend(found)
+        return median(one.seconds for one in found)
+
+    rounds = await play(plan.rounds, ("with", "none"), one, warm=1, show="{:.3f} s".format, what="turns")
+    return turn_fields(rounds, answers)
+
+
+class Answered(NamedTuple):
+    """One turn of a conversation."""
+
+    turn: int
+    seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+
+    @classmethod
+    def of(cls, turn: int, seconds: float, answer: Mapping[str, Any], num_tokens: int) -> Answered:
+        """Raises SluiceError if it's shorter than requested."""
+        usage = answer["usage"]
+        if usage["completion_tokens"] != num_tokens:
+            raise SluiceError(f"{usage['completion_tokens']} tokens, but {num_tokens} were requested")
+        return cls(turn, seconds, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def turn_fields(rounds: Sequence[Mapping[str, float]], answers: Mapping[str, Sequence[Answered]]) -> dict[str, Any]:
+    """The results of the rounds; first turns included, unless said otherwise."""
+    found = ratios(rounds, "with", "none", float)
+
+    def share(side: str, first: int) -> float:
+        chosen = [one for one in answers[side] if one.turn >= first]
+        return sum(one.cached_tokens for one in chosen) / sum(one.prompt_tokens for one in chosen)
+
+    return {
+        "prefix_reused_share": share("with", 0),
+        "prefix_reused_share_none": share("none", 0),
+        "prefix_reused_share_later_turns": share("with", 1),
+        "turn_latency_vs_none": median(found),
+        "turn_latency_vs_none_range": spread(found),
+        **{f"turn_{side}_p50_s": percentile([one.seconds for one in answers[side]], 0.5) for side in answers},
+        **{f"turn_{side}_p99_s": percentile([one.seconds for one in answers[side]], 0.99) for side in answers},
+        "longest_prompt_tokens": max(one.prompt_tokens for one in answers["with"]),
     }
 
 

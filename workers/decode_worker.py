@@ -369,7 +369,7 @@ def request_for(
         report_every=every,
         report=(lambda piece: on_progress(claim, index, piece)) if every else None,
         asked_at=time.time(),
-        goes_on=bool(job.reply_to or job.rollout_id),
+        goes_on=job.rollout_id is not None,
     )
 
 

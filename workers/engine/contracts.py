@@ -75,7 +75,7 @@ class SequenceRequest:
     report: Callable[[Progress], None] | None = field(default=None, compare=False)
     asked_at: float = field(default=0.0, compare=False)  # Unix seconds
     adapter: str = ""  # decoded under this adapter's newest version; empty: under the policy's
-    goes_on: bool = field(default=False, compare=False)  # another one may begin with its tokens: its cache is kept
+    goes_on: bool = field(default=False, compare=False)  # a turn: it begins with kept tokens, and its own are kept
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))

@@ -10,6 +10,7 @@ import pytest
 
 from sluice.bench.models import NUM_TURNS, TURN_TOKENS, agent_model, conversation, prompt_text
 from sluice.bench.rollout import (
+    Answered,
     Plan,
     added_fields,
     check,
@@ -18,6 +19,7 @@ from sluice.bench.rollout import (
     rollout_fields,
     served_fields,
     settings,
+    turn_fields,
 )
 from sluice.pipeline.errors import ConfigError, SluiceError
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
@@ -48,14 +50,31 @@ def test_servers_are_compared_round_by_round() -> None:
     assert (found["gateway_tok_s"], found["vllm_serve_tok_s"]) == (90, 100)
 
 
-@pytest.mark.parametrize(("ratio", "met"), [(0.94, False), (0.95, True), (None, None)])
+def test_what_is_not_prefilled_anew_is_a_share_of_all_prompts() -> None:
+    kept = [Answered(0, 0.5, 100, 60), Answered(1, 0.1, 300, 300)]
+    none = [Answered(0, 0.5, 100, 0), Answered(1, 0.9, 300, 0)]
+    found = turn_fields([{"with": 1, "none": 4}, {"with": 3, "none": 5}], {"with": kept, "none": none})
+    assert (found["prefix_reused_share"], found["prefix_reused_share_later_turns"]) == (0.9, 1.0)
+    assert (found["prefix_reused_share_none"], found["turn_latency_vs_none_range"]) == (0, [0.25, 0.6])
+    assert found["turn_latency_vs_none"] == pytest.approx(0.425)
+    with pytest.raises(SluiceError, match="requested"):
+        Answered.of(0, 0.1, {"usage": {"completion_tokens": 3}}, 4)
+
+
+@pytest.mark.parametrize(("ratio", "met"), [(0.99, False), (1.0, True), (None, None)])
 def test_the_aim_is_held_against_the_plain_requests(ratio: float | None, met: bool | None) -> None:
-    parts = {"added": {"added_ms_p50": 1.0, "added_ms_p99": 2.0}, "rollouts": {"rollouts_s": 3.0}}
+    parts = {
+        "added": {"added_ms_p50": 1.0, "added_ms_p99": 2.0},
+        "rollouts": {"rollouts_s": 3.0, "rollouts_vs_direct": 0.94},
+        "turns": {"prefix_reused_share": 0.9, "turn_latency_vs_none": 0.5},
+    }
     if ratio is not None:
         parts |= {"plain": {"gateway_vs_vllm_serve": ratio}, "logprobs": {"gateway_vs_vllm_serve": 9.0}}
     found = fields(parts)
     assert (found["gateway_vs_vllm_serve"], found["aims"]["gateway_vs_vllm_serve"]["met"]) == (ratio, met)
     assert (found["rollouts_s"], found["added_ms_p50"], found["added_ms_p99"]) == (3, 1, 2)
+    others = ("added_ms_p50", "rollouts_vs_direct", "prefix_reused_share", "turn_latency_vs_none")
+    assert [found["aims"][name]["met"] for name in others] == [True, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -111,4 +130,6 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> No
     assert found["call"]["first_text"]["pairs"] == found["sizes"]["streamed_pairs"]
     assert (found["gateway_vs_vllm_serve"], found["why_no_vllm"]) == (None, "not asked for")
     assert (found["turns"], found["num_rollouts"]) == (NUM_TURNS, found["sizes"]["rollouts"])
+    assert found["prefix_reused_share"] > found["conversations"]["prefix_reused_share_none"] == 0
+    assert found["conversations"]["prefix_reused_share_later_turns"] > 0.5
     assert left_behind(tmp_path) == ["agent"]

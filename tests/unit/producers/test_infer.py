@@ -40,7 +40,8 @@ def test_an_envelope_carries_the_flag_beside_a_plain_chat_completion() -> None:
     assert set(looped) == {"response", "coordexp"}
     response = looped["response"]
     assert (response["object"], response["model"], response["created"]) == ("chat.completion", "m", 7)
-    assert response["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    counts = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert response["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
     assert response["prompt_token_ids"] == [5, 6]
     [choice] = response["choices"]
     assert choice["message"] == {"role": "assistant", "content": "a b"}

@@ -188,7 +188,8 @@ class Decoder:
         """By row id, what is kept of its prompt. The last token is always prefilled: its logits are sampled from."""
         pasts: dict[int, tuple[Prefix, int]] = {}
         for row in rows if len(self.prefixes) else ():
-            if row.vision is None and not row.tokens:  # tokens so far are scored, which needs their logits
+            wanted = row.request.goes_on and row.vision is None
+            if wanted and not row.tokens:  # tokens so far are scored, which needs their logits
                 found = self.prefixes.longest(row.prompt[:-1], self.policies.of(row.request.adapter))
                 if found is not None:
                     pasts[id(row)] = found

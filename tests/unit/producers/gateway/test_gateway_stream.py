@@ -64,7 +64,12 @@ async def test_role_text_end_and_usage_come_in_this_order() -> None:
     assert last["choices"][0]["finish_reason"] == "stop"
     assert (last["token_ids"], last["prompt_token_ids"], last["logprobs"]) == ([7, 8, 9], [5, 6], [-0.5, -1.0, -1.5])
     assert len(last["choices"][0]["logprobs"]["content"]) == 3
-    assert usage["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert usage["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 3,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert usage["choices"] == []
 
 
