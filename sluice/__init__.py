@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from sluice.pipeline.wire.messages import TrainingSample as TrainingSample
     from sluice.pipeline.wire.messages import Turn as Turn
     from sluice.pipeline.wire.messages import WeightVersion as WeightVersion
+    from sluice.producers.agents.tools import Rollout as Rollout
     from sluice.producers.agents.tools import Tool as Tool
     from sluice.producers.agents.tools import ToolError as ToolError
     from sluice.producers.agents.tools import ToolImage as ToolImage
@@ -81,7 +82,7 @@ _HOMES = {
         "WeightVersion",
     ),
     "sluice.pipeline.queue.replies": ("Replies",),
-    "sluice.producers.agents.tools": ("Tool", "ToolError", "ToolImage", "tool"),
+    "sluice.producers.agents.tools": ("Rollout", "Tool", "ToolError", "ToolImage", "tool"),
     "sluice.workers.engine.generation_engine": ("GenerationEngine",),
     "sluice.workers.engine.plugins": ("BalancedJsonStop", "DuplicateObjectSuppression", "GenerationPlugin"),
     "sluice.workers.engine.requests": (

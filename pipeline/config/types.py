@@ -228,6 +228,7 @@ class RolloutServerConfig(Section, frozen=True, kw_only=True):
     keep_answers: int = 10_000  # the newest
     hosts: tuple[str, ...] = ()  # "host", "host:port" or "host:*" that requests may name, besides this file's
     tools: tuple[str, ...] = ("calculator",)  # calculator, or your own package.module:name
+    environment: str | None = None  # your class with reset and step: file.py:name or package.module:name
     tool_latency_ms: tuple[int, int] = (10, 100)  # latency that the calculator simulates
     tool_timeout_s: float = 60.0  # per call
     max_tool_calls: int = 32  # calls per turn; the model is told which of its calls weren't run

@@ -80,17 +80,25 @@ class Replies:
         first = await self._client.blpop([self._mailbox], timeout=self._block_s)
         if first is None:
             return
-        more = await self._client.lpop(self._mailbox, _MOST_WORDS)
-        over: list[tuple[Expected, Awaited]] = []
-        for word in cast("list[bytes]", [first[1], *(more or [])]):
-            if word[:1] and word[0] & 0xF0 == 0x80:  # a msgpack map; no id starts like this, as ids are UTF-8
-                self._add(word)
-            else:
-                over += self._find(word.decode(errors="replace"))
-        if over:
-            stored = await self._client.mget([self._keys.replies + one.seq_id for _, one in over])
-            for (expected, one), raw in zip(over, stored, strict=True):
-                _finish(expected, one, raw)
+        pipe = self._client.pipeline(transaction=False)
+        pipe.lpop(self._mailbox, _MOST_WORDS)
+        if over := self._told(first[1]):  # an idle process's only one: its answer comes in the same trip
+            pipe.mget([self._keys.replies + one.seq_id for _, one in over])
+        more, *stored = cast("list[Any]", await pipe.execute())
+        self._take(over, stored[0] if over else ())
+        if over := [found for word in more or () for found in self._told(word)]:
+            self._take(over, await self._client.mget([self._keys.replies + one.seq_id for _, one in over]))
+
+    def _told(self, word: bytes) -> list[tuple[Expected, Awaited]]:
+        """Take a delta; the callers that wait for a sequence that has ended."""
+        if word[:1] and word[0] & 0xF0 == 0x80:  # a msgpack map; no id starts like this, as ids are UTF-8
+            self._add(word)
+            return []
+        return self._find(word.decode(errors="replace"))
+
+    def _take(self, over: Sequence[tuple[Expected, Awaited]], stored: Sequence[bytes | None]) -> None:
+        for (expected, one), raw in zip(over, stored, strict=True):
+            _finish(expected, one, raw)
 
     def _find(self, seq_id: str) -> list[tuple[Expected, Awaited]]:
         """The callers waiting for it."""

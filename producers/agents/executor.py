@@ -2,6 +2,7 @@
 
 - The loop: call the model, append its message, run the tools it asks for, append their results, repeat.
 - Every failure is an answer: ERROR with a category. `run` raises nothing but its own cancellation.
+- With an environment, a message without tool calls is an action in it; its observation comes next, until it is done.
 - Waits are bounded (see the package) and named: if one times out, the answer says what it waited for.
 - At the end the trainer is notified (`finish`), in both protocols, before the answer is returned.
 """
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.pipeline.prompts.turn_tokens import Renderer
+from sluice.producers.agents.environment import EnvironmentFailed, OpenEnvironment, Rollout, current, opened
 from sluice.producers.agents.session import PreparedCall, RolloutSession
 from sluice.producers.agents.state import AppState
 from sluice.producers.agents.tools import ToolBox
@@ -54,6 +56,7 @@ class Execution:
         self._state, self._metrics = state, RolloutMetrics()
         self._session: RolloutSession | None = None
         self._final_messages: list[dict[str, Any]] = []
+        self._environment: OpenEnvironment | None = None
         self._waits_for, self._is_over = "a free slot", False
         self._ended: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
 
@@ -126,7 +129,8 @@ class Execution:
         most_replies, most_rounds = request.turn_limits()
         async with AsyncExitStack() as scope:
             tools = await self._tools(scope)
-            session = self._session = await self._open_session(tools)
+            messages = await self._begin(scope)
+            session = self._session = await self._open_session(tools, messages)
             for turn in range(1, most_replies + 1):
                 self._waits_for = f"the prompt of turn {turn}"
                 call = await session.prepare()
@@ -136,13 +140,14 @@ class Execution:
                 self._waits_for = f"the trainer's reply of turn {turn}"
                 reply = (await self._ask(session, call, left)).choices[0]
                 session.messages.append(reply.message.plain())
-                if not reply.message.tool_calls:
+                if not reply.message.tool_calls and await self._is_done(session, reply.message):
                     return "max_tokens" if reply.finish_reason == "length" else "stop"
                 if session.last_len >= request.max_tokens_total:
                     return "max_tokens"
                 if turn == most_replies or turn > most_rounds:
                     break
-                await self._use_tools(tools, session, reply.message)
+                if reply.message.tool_calls:
+                    await self._use_tools(tools, session, reply.message)
         return "max_turns"
 
     async def _tools(self, scope: AsyncExitStack) -> ToolBox:
@@ -160,7 +165,38 @@ class Execution:
             raise RolloutError("tool_error", f"the tool server at {url} failed ({error})") from error
         return state.tools.plus(found, "server")
 
-    async def _open_session(self, tools: ToolBox) -> RolloutSession:
+    async def _begin(self, scope: AsyncExitStack) -> list[dict[str, Any]]:
+        """The first messages: the request's, or those that its environment makes of them."""
+        request, state = self.request, self._state
+        messages = [one.plain() for one in request.messages]
+        rollout = Rollout(request.rollout_id)
+        current.set(rollout)
+        if state.environment is None:
+            return messages
+        self._waits_for = "the environment's reset"
+        row = {"rollout_id": request.rollout_id, "messages": messages, "metadata": request.metadata}
+        try:
+            room = opened(state.environment, rollout, state.settings.tool_timeout_s)
+            self._environment = await scope.enter_async_context(room)
+            return await self._environment.reset(row)
+        except EnvironmentFailed as error:
+            raise RolloutError("tool_error", f"the environment: {error}") from error
+
+    async def _is_done(self, session: RolloutSession, message: ChatMessage) -> bool:
+        """Whether the rollout ends with this message; if not, what it led to comes next."""
+        if self._environment is None:
+            return True
+        self._waits_for, began = "the environment's step", time.monotonic()
+        try:
+            step = await self._environment.step(message.plain())
+            session.messages.extend([] if step.done else step.messages)
+        except EnvironmentFailed as error:
+            raise RolloutError("tool_error", f"the environment: {error}") from error
+        finally:
+            self._metrics.tool_latency_ms += 1000 * (time.monotonic() - began)
+        return step.done
+
+    async def _open_session(self, tools: ToolBox, messages: list[dict[str, Any]]) -> RolloutSession:
         request, state = self.request, self._state
         self._waits_for = f"the tokenizer {request.tokenizer_name}"
         loaded = await state.tokenizers.get(request.tokenizer_name, request.tokenizer_revision)
@@ -168,7 +204,7 @@ class Execution:
         options = ChatTemplateOptions(tools=schemas if state.settings.template_tools else ())
         return RolloutSession(
             request.rollout_id,
-            [one.plain() for one in request.messages],
+            messages,
             renderer=Renderer(loaded.tokenizer, loaded.terminators, options, placeholders=loaded.placeholders),
             tokenizers=state.tokenizers,
             trainer=self.trainer,
@@ -208,6 +244,7 @@ class Execution:
             RolloutStatus.COMPLETED,
             finish_reason=reason,
             final_messages=[ChatMessage.model_validate(one) for one in self._final_messages],
+            reward=None if self._environment is None else self._environment.reward,
         )
 
     def _failed(self, error: RolloutError) -> RolloutResponse:
@@ -231,7 +268,7 @@ class Execution:
         now, ending_s = time.monotonic(), self._state.retries.ending_s
         left_s = min(self.until - now, _FINISH_S) if final_status == "COMPLETED" else 0.0
         try:
-            known = await self.trainer.finish(final_status, until=now + max(left_s, ending_s))
+            known = await self.trainer.finish(final_status, until=now + max(left_s, ending_s), reward=answer.reward)
             outcome = "told" if known else "not_offered"
         except RolloutError as error:
             outcome = "failed"

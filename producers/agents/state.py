@@ -14,6 +14,7 @@ from sluice.pipeline.config.types import Config, RolloutServerConfig
 from sluice.pipeline.http.addresses import AllowedHosts
 from sluice.pipeline.telemetry.exporter import Telemetry
 from sluice.pipeline.telemetry.families import counter, gauge, histogram, page
+from sluice.producers.agents.environment import Made, load_environment
 from sluice.producers.agents.tokenizers import Tokenizers
 from sluice.producers.agents.tools import ToolBox, load_tools
 from sluice.producers.agents.trainer_client import Retries
@@ -32,6 +33,7 @@ class AppState:
     http: aiohttp.ClientSession
     tokenizers: Tokenizers
     tools: ToolBox
+    environment: Made | None  # makes a rollout's
     line: Line
     counters: Counters
     retries: Retries
@@ -69,6 +71,7 @@ async def app_state(config: Config, retries: Retries | None = None) -> AsyncGene
                 http,
                 tokenizers,
                 load_tools(settings, config.images, config.gateway.max_body_mb),
+                load_environment(settings.environment),
                 line,
                 Counters(line),
                 retries or Retries(),

@@ -62,7 +62,7 @@ class Trainer(Protocol):
         """The model's next turn. Raises RolloutError."""
         ...
 
-    async def finish(self, final_status: str, *, until: float) -> bool:
+    async def finish(self, final_status: str, *, until: float, reward: float | None = None) -> bool:
         """Close the rollout; False if the trainer has no such route. Raises RolloutError."""
         ...
 
@@ -102,11 +102,12 @@ class TrainerClient:
         except ValueError as error:
             raise RolloutError("validation_error", f"the trainer's reply is not JSON: {error}") from error
 
-    async def finish(self, final_status: str, *, until: float) -> bool:
+    async def finish(self, final_status: str, *, until: float, reward: float | None = None) -> bool:
         """Close the rollout at the trainer; False if it has no such route. Raises RolloutError."""
         path = f"/v1/rollout/{_segment(self._rollout_id)}/finish"
+        said = {"final_status": final_status} | ({} if reward is None else {"reward": reward})
         try:
-            await self._post(path, strict_json.encode({"final_status": final_status}), until)
+            await self._post(path, strict_json.encode(said), until)
         except RolloutError as error:
             if error.http_status in (404, 405):
                 return False

@@ -215,7 +215,7 @@ class Chat:
                 else:
                     results.append(event)
         if once is None:
-            await self._decoding.forget(job)
+            self._decoding.forget_later(job)
         else:
             once.check(results)
         results.sort(key=lambda result: result.index)
@@ -269,7 +269,7 @@ class Chat:
         assert result is not None, "a job's events end with its results"
         turn = plan.turn(result, self._message(request, result, plan.key))
         turns, place = await self._add(rollout, turn, plan)
-        await self._decoding.forget(job)
+        self._decoding.forget_later(job)
         yield _answer(request, turns, place, resynced=plan.added.resynced)
 
     async def _open(self, rollout_id: str) -> Rollout:

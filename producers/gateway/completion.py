@@ -88,14 +88,15 @@ def chat_completion(
     }
 
 
-def usage(results: Sequence[SequenceResult]) -> dict[str, Any]:
-    """Token counts of one prompt and its answers; `cached_tokens`: of the prompt, not prefilled anew for the first."""
-    prompt, new = len(results[0].prompt_token_ids), sum(len(result.token_ids) for result in results)
+def usage(*answers: Sequence[SequenceResult]) -> dict[str, Any]:
+    """Token counts of prompts, each with its answers; `cached_tokens`: of the prompts, not prefilled anew."""
+    prompt = sum(len(results[0].prompt_token_ids) for results in answers)
+    new = sum(len(result.token_ids) for results in answers for result in results)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": results[0].cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(results[0].cached_tokens for results in answers)},
     }
 
 

@@ -4,7 +4,7 @@
 |--------------------------|------------------------------------------------------|
 | the next tokens, the end | a worker; `gateway.request_timeout_s` (504 names it) |
 
-- A separate task cancels abandoned jobs, so a caller that leaves waits for nothing.
+- A separate task cancels abandoned jobs and deletes answers that were read, so no caller waits for that.
 - Calls with the same job id wait for the same job, or get its answer. A job that was cancelled or timed out before
   its caller saw anything is enqueued again.
 """
@@ -15,8 +15,9 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -47,23 +48,24 @@ class _Again(Exception):
 
 
 class Decoding:
-    """The queue as the gateway's calls see it; `run` cancels abandoned jobs."""
+    """The queue as the gateway's calls see it; `run` does what no caller waits for."""
 
     def __init__(self, queue: JobQueue, replies: Replies, timeout_s: float, exported: Exported | None = None) -> None:
         """`exported` gets the spans of each job that a traced request made."""
         self._queue, self._replies, self._timeout_s, self._exported = queue, replies, timeout_s, exported
         self._waiting = Counter[str]()
-        self._given_up: asyncio.Queue[str] = asyncio.Queue()
+        self._later: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Cancel abandoned jobs until cancelled; one that can't be cancelled ends by its deadline."""
+        """Cancel abandoned jobs, and delete answers, until cancelled. One that can't be cancelled ends by its deadline,
+        and an answer that can't be deleted expires."""
         while True:
-            await self._cancel(await self._given_up.get())
+            await (await self._later.get())()
 
     async def settle(self) -> None:
-        """At process end: cancel abandoned jobs that aren't cancelled yet."""
-        while not self._given_up.empty():
-            await self._cancel(self._given_up.get_nowait())
+        """At process end: what is left to do."""
+        while not self._later.empty():
+            await self._later.get_nowait()()
 
     async def _cancel(self, job_id: str) -> None:
         if self._waiting[job_id]:  # it was requested again
@@ -101,11 +103,23 @@ class Decoding:
         """Delete the answer: it is stored elsewhere, or no longer needed."""
         await self._replies.forget(job.job_id, job.n)
 
+    def forget_later(self, job: DecodeJob) -> None:
+        """The same, soon: nobody waits for it."""
+        self._later.put_nowait(partial(self._forget, job))
+
+    async def _forget(self, job: DecodeJob) -> None:
+        try:
+            await self.forget(job)
+        except (RedisError, BrokerError, OSError) as error:
+            get_logger().warning("an answer that was read stays until it expires", job=job.job_id, error=str(error))
+
     async def _try(self, job: DecodeJob, expected: Expected, until: float) -> AsyncGenerator[Event]:
         began = False
         while True:
             try:
-                await self._queue.enqueue([job], NO_LIMIT)
+                [outcome] = await self._queue.enqueue([job], NO_LIMIT)
+                if outcome == "enqueued":
+                    expected.is_asked = True  # its answer can't exist yet
                 async with aclosing(_generator(expected.events())) as events:
                     while (event := await _next(events, until)) is not None:
                         if isinstance(event, DeadLetter):
@@ -140,7 +154,7 @@ class Decoding:
             if not self._waiting[job.job_id]:
                 del self._waiting[job.job_id]
                 if not over:
-                    self._given_up.put_nowait(job.job_id)
+                    self._later.put_nowait(partial(self._cancel, job.job_id))
 
     def _overdue(self, job: DecodeJob) -> str:
         return (

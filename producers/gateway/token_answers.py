@@ -71,12 +71,11 @@ class Completions:
             }
             for index, (_, result) in enumerate(results)
         ]
-        counts = [usage(answer.results) for answer in answers]
         made = {
             **self._head,
             "system_fingerprint": fingerprint(results[0][1]),
             "choices": choices,
-            "usage": {name: sum(one[name] for one in counts) for name in counts[0]},
+            "usage": usage(*(answer.results for answer in answers)),
         }
         return made if answers[0].rollout is None else {**made, "rollout": answers[0].rollout}
 

@@ -3,6 +3,7 @@
 - The schema comes from the function's annotations, and arguments are checked against it before the call.
 - A coroutine runs in the event loop, a plain function in a thread. A deadline ends the wait for a thread, not the
   thread: write anything that may wait as a coroutine.
+- A parameter annotated with `Rollout` gets the rollout's id and state; it is no part of the schema.
 - Each plain function has separate threads (`rollout_server.tool_threads`), so one that hangs takes none of another's.
   Its time limit counts from its start in a thread.
 """
@@ -23,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, 
 from sluice.pipeline.config.types import RolloutServerConfig
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
 from sluice.pipeline.thread_pool import ThreadPool
+from sluice.producers.agents.environment import Rollout, current
 from sluice.producers.agents.tools.image import ToolImage
 
 ToolResult = str | list[str | ToolImage]
@@ -64,7 +66,7 @@ class FunctionTool:
         self.name = function.__name__
         self._function = function
         self.limit_threads(RolloutServerConfig().tool_threads)
-        self._arguments, parameters = _arguments_model(function)
+        self._rollout, self._arguments, parameters = _arguments_model(function)
         parameters.pop("title", None)
         for parameter in parameters.get("properties", {}).values():
             parameter.pop("title", None)
@@ -107,7 +109,8 @@ class FunctionTool:
         except ValidationError as error:
             complaints = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             raise ToolError(f"{self.name} rejects these arguments ({complaints}); correct them") from error
-        return {name: getattr(checked, name) for name in type(checked).model_fields}
+        values = {name: getattr(checked, name) for name in type(checked).model_fields}
+        return values | dict.fromkeys(self._rollout, current.get() or Rollout(""))
 
 
 def tool(function: Callable[..., Any]) -> FunctionTool:
@@ -128,18 +131,21 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def _arguments_model(function: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any]]:
-    """What checks the arguments, and its JSON Schema."""
+def _arguments_model(function: Callable[..., Any]) -> tuple[list[str], type[BaseModel], dict[str, Any]]:
+    """(Parameters that get the rollout, what checks the others, and its JSON Schema.)"""
     try:
         hints = get_type_hints(function, include_extras=True)
         fields: dict[str, Any] = {}
+        of_rollout = [name for name, hint in hints.items() if hint is Rollout and name != "return"]
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
                 raise TypeError(f"{name} must be an ordinary parameter")
+            if name in of_rollout:
+                continue
             default = ... if parameter.default is parameter.empty else parameter.default
             fields[name] = (hints[name], default)
         model = create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)
-        return model, model.model_json_schema()
+        return of_rollout, model, model.model_json_schema()
     except KeyError as error:
         raise ConfigError(f"tool {function.__name__}: parameter {error} has no annotation; give it one") from error
     except (PydanticUserError, TypeError, NameError, ValueError, SyntaxError) as error:

@@ -51,6 +51,7 @@ class ScriptedTrainer:
     calls: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     finished: list[tuple[str, str]] = field(default_factory=list)  # rollout_id, final_status
+    rewards: list[float | None] = field(default_factory=list)  # of those that finished
     completed: list[bytes] = field(default_factory=list)
 
     def honest(self, says: Says, call: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +75,9 @@ class ScriptedTrainer:
     def sampled(self, says: Says, call: dict[str, Any]) -> list[int]:
         if says.sampled is not None:
             return self.tokenizer(says.sampled, add_special_tokens=False)["input_ids"]
-        options = ChatTemplateOptions(add_generation_prompt=False, tools=call["tools"] if self.shows_tools else ())
+        options = ChatTemplateOptions(
+            add_generation_prompt=False, tools=(call["tools"] or ()) if self.shows_tools else ()
+        )
         whole = render(self.tokenizer, conversation([*call["messages"], says.message()]), options)
         turn = whole[len(self.prompt(call)) :]
         eos = self.tokenizer.eos_token_id
@@ -90,7 +93,9 @@ class ScriptedTrainer:
         return await entry(self, call)
 
     async def _finish(self, request: web.Request) -> web.Response:
-        self.finished.append((request.match_info["id"], (await request.json())["final_status"]))
+        said = await request.json()
+        self.finished.append((request.match_info["id"], said["final_status"]))
+        self.rewards.append(said.get("reward"))
         return web.Response(status=self.finish_with)
 
     async def _completed(self, request: web.Request) -> web.Response:

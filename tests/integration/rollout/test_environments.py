@@ -1,0 +1,200 @@
+"""Environments: what they are asked, what becomes of their rewards, and that every ending closes them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from sluice import Rollout, tool
+from sluice.pipeline.errors import ConfigError
+from sluice.producers.agents.environment import load_environment
+from tests.integration.rollout.conftest import Serve, a_request
+from tests.integration.rollout.peer import Says, ScriptedTrainer
+
+HERE = "tests.integration.rollout.test_environments"
+closed: list[str] = []
+
+
+class Counting:
+    """Ends with the third action; the row says how it behaves."""
+
+    async def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        self.name, self.wish = row["rollout_id"], row["metadata"].get("wish", "")
+        if self.wish == "reset fails":
+            raise OSError("no sandbox")
+        return [*row["messages"], {"role": "user", "content": "begin"}]
+
+    def step(self, action: dict[str, Any], state: dict[str, Any]) -> tuple[Any, float | None, bool]:
+        state["steps"] = state.get("steps", 0) + 1
+        if self.wish == "step fails":
+            raise ValueError("a secret")
+        if self.wish == "hangs":
+            time.sleep(1.5)
+        if self.wish == "no tuple":
+            return "only this"  # type: ignore[return-value]
+        if self.wish == "nan":
+            return "so", float("nan"), False
+        return [{"role": "user", "content": f"after {action['content']}"}], 0.25, state["steps"] == 3
+
+    async def close(self) -> None:
+        closed.append(self.name)
+
+
+class Apart(Counting):
+    """The same in a process of its own; it writes down that it was closed."""
+
+    own_process = True
+
+    async def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        self.path = row["metadata"]["path"]
+        print("noise of the environment")
+        return [*await super().reset(row), {"role": "user", "content": f"pid {os.getpid()}"}]
+
+    def step(self, action: dict[str, Any], state: dict[str, Any]) -> tuple[Any, float | None, bool]:
+        if self.wish == "dies":
+            os._exit(3)
+        return super().step(action, state)
+
+    async def close(self) -> None:
+        with open(self.path, "a") as file:  # noqa: ASYNC230
+            file.write(f"closed {os.getpid()}\n")
+
+
+class Half:
+    """No environment: no step."""
+
+    def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        return []
+
+
+@tool
+def where(rollout: Rollout, label: str = "") -> str:
+    """Which rollout this is, and how far."""
+    return f"{label}{rollout.id} {rollout.state.get('steps', 0)}"
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 - the trainer and the environment are outside of it
+            await asyncio.sleep(0.02)
+
+
+Asked = Callable[..., Awaitable[tuple[dict[str, Any], ScriptedTrainer]]]
+
+
+@pytest.fixture
+def ask(serve: Serve, tools_tokenizer: Any) -> Asked:
+    """Plays one rollout against what a trainer says; the answer, and the trainer."""
+
+    async def asked(
+        script: list[Says], name: str = "Counting", *, rollout_id: str = "r-1", metadata: Any = None, **settings: Any
+    ) -> tuple[dict[str, Any], ScriptedTrainer]:
+        closed.clear()
+        chosen = {"environment": f"{HERE}:{name}", "tools": (f"{HERE}:where",), **settings}
+        async with ScriptedTrainer(tools_tokenizer, script).serving() as trainer, serve(**chosen) as served:
+            request = a_request(trainer.url, rollout_id, metadata=metadata or {})
+            _, answer = await served.post("/rollout", request)
+            return answer, trainer
+
+    return asked
+
+
+async def test_actions_lead_to_observations_until_it_is_done(ask: Asked) -> None:
+    script = [Says("one"), Says(None, [("c", "where", {"label": "at "})]), Says("two"), Says("three")]
+    answer, trainer = await ask(script)
+    assert (answer["status"], answer["finish_reason"], answer["reward"]) == ("COMPLETED", "stop", 0.75)
+    said = [(one["role"], one["content"]) for one in answer["final_messages"]]
+    assert said == [
+        ("user", "What is 15 times 23?"), ("user", "begin"), ("assistant", "one"), ("user", "after one"),
+        ("assistant", None), ("tool", "at r-1 1"), ("assistant", "two"), ("user", "after two"), ("assistant", "three"),
+    ]  # fmt: skip
+    assert trainer.finished == [("r-1", "COMPLETED")]
+    assert trainer.rewards == [0.75]
+    [schema] = trainer.calls[0]["tools"]
+    assert list(schema["function"]["parameters"]["properties"]) == ["label"]
+    assert closed == ["r-1"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "why"),
+    [
+        ("reset fails", "reset failed (OSError)"),
+        ("step fails", "step failed (ValueError)"),
+        ("hangs", "did not answer within 0.5 s"),
+        ("no tuple", "observation, reward, done"),
+        ("nan", "finite number"),
+    ],
+)
+async def test_a_failing_environment_ends_the_rollout_and_is_closed(ask: Asked, wish: str, why: str) -> None:
+    answer, trainer = await ask([Says("one")], metadata={"wish": wish}, tool_timeout_s=0.5)
+    assert answer["status"] == "ERROR"
+    assert answer["extra_fields"]["error_category"] == "tool_error"
+    assert why in answer["error_message"]
+    assert "secret" not in answer["error_message"]
+    assert trainer.finished == [("r-1", "ERROR")]
+    assert closed == ["r-1"]
+
+
+async def test_a_cancel_a_deadline_and_a_shutdown_close_it(serve: Serve, tools_tokenizer: Any) -> None:
+    closed.clear()
+
+    async def hanging(trainer: ScriptedTrainer, call: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(30)
+        return web.json_response({})
+
+    settings: dict[str, Any] = {"environment": f"{HERE}:Counting", "tools": ()}
+    async with ScriptedTrainer(tools_tokenizer, [hanging]).serving() as trainer:
+        async with serve(**settings, deadline_s=1.0) as served:
+            _, late = await served.post("/rollout", a_request(trainer.url, "late"))
+            assert late["extra_fields"]["error_category"] == "timeout"
+        assert closed == ["late"]
+        async with serve(**settings, grace_s=1.0) as served:
+            for name in ("cancelled", "running"):
+                await served.post("/v1/rollout/init", a_request(trainer.url, name))
+            await until(lambda: len(trainer.calls) == 3)
+            await served.post("/rollout/cancel", {"rollout_id": "cancelled"})
+            await until(lambda: closed == ["late", "cancelled"])
+    assert closed == ["late", "cancelled", "running"]
+
+
+async def test_in_a_process_of_its_own(ask: Asked, tmp_path: Any) -> None:
+    path = tmp_path / "closed.txt"
+    script = [Says("one"), Says(None, [("c", "where", {})]), Says("two"), Says("three")]
+    answer, _ = await ask(script, "Apart", metadata={"path": str(path)})
+    assert (answer["status"], answer["reward"]) == ("COMPLETED", 0.75), answer
+    pid = int(answer["final_messages"][2]["content"].removeprefix("pid "))
+    assert pid != os.getpid()
+    assert answer["final_messages"][6]["content"] == "r-1 1"  # the state came back
+    assert path.read_text() == f"closed {pid}\n"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_process_that_dies_ends_its_rollout_alone(ask: Asked, tmp_path: Any) -> None:
+    metadata = {"wish": "dies", "path": str(tmp_path / "closed.txt")}
+    answer, _ = await ask([Says("one")], "Apart", metadata=metadata)
+    assert (answer["status"], answer["extra_fields"]["error_category"]) == ("ERROR", "tool_error")
+    assert "its process ended in step" in answer["error_message"]
+
+
+async def test_the_example_is_played(ask: Asked) -> None:
+    script = [Says("50"), Says("no idea"), Says("42")]
+    settings = {"environment": "sluice.examples.guessing_environment:Guessing", "tools": ()}
+    answer, trainer = await ask(script, metadata={"secret": 42}, **settings)
+    assert [one["content"] for one in answer["final_messages"]][2::2] == ["Lower.", "That is no number."]
+    assert answer["reward"] == pytest.approx(0.8)
+    assert trainer.rewards == [answer["reward"]]
+
+
+def test_what_is_no_environment_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"rollout_server\.environment.*no environment"):
+        load_environment(f"{HERE}:Half")
+    with pytest.raises(ConfigError, match="environment"):
+        load_environment("no_such_module:Thing")
+    assert load_environment(None) is None
