@@ -17,6 +17,7 @@ from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.engine.hf.model import load_model
 from sluice.workers.engine.hf.prefixes import BLOCK, PrefixCache
+from sluice.workers.engine.vllm import VllmBackend
 from tests.contract.engine_fixtures import (
     decode_all,
     ragged_prompts,
@@ -157,6 +158,21 @@ def test_a_row_that_runs_over_a_swap_is_kept_under_the_new_weights(tmp_path: Pat
     assert first.versions[-1] == 1
     assert cached(second) == len(follow(first, b"")) - 1
     check(new, second)
+
+
+@pytest.mark.vllm
+def test_vllm_says_what_its_own_cache_had_and_forgets_it_with_the_weights(
+    vllm: VllmBackend, model_dir: Path, tmp_path: Path
+) -> None:
+    new = save_tiny_model(tmp_path, seed=2)
+    prompt = [(7 * at) % 200 for at in range(160)]  # more than one of its blocks, which have up to 128 tokens
+    before = run(vllm, turn(prompt))[0]
+    again = run(vllm, turn(follow(before)))[0]
+    assert 0 < cached(again) <= len(follow(before, b""))
+    asyncio.run(vllm.load_weights(new, 1))
+    after = run(vllm, turn(follow(before)))[0]
+    assert (cached(after), set(after.versions)) == (0, {1})
+    asyncio.run(vllm.load_weights(model_dir, 0))
 
 
 def test_without_a_bound_or_a_wish_nothing_is_kept(tmp_path: Path) -> None:

@@ -200,10 +200,10 @@ def an_evaluation_counts_apart_and_is_not_in_the_way_of_credit(machine: Machine)
     assert [reason for *_, reason in machine.model.evaluated if reason] == ["invalid_request"]
 
 
-def _turn(machine: Machine, rollout_id: str = "mine", **changes: object) -> str:
+def _turn(machine: Machine, rollout_id: str = "mine") -> str:
     """A turn of a rollout in the queue; its job."""
     name = machine.new_name()
-    machine.submit([decode_job(name, reply_to=MAILBOX, rollout_id=rollout_id, **changes)])
+    machine.submit([decode_job(name, reply_to=MAILBOX, rollout_id=rollout_id)])
     return name
 
 

@@ -15,6 +15,7 @@ from sluice.consumers.tasks.registry import load_task
 from sluice.consumers.tasks.task import TaskContext
 from sluice.pipeline.config import load_config
 from sluice.pipeline.config.types import ConsumerConfig
+from sluice.producers.agents.environment import load_environment
 from sluice.producers.agents.tools import load_tools
 from sluice.workers.offline.settings import make_plugins
 from tests.unit.consumers.test_rewards import CODEC, group, result
@@ -78,6 +79,26 @@ def test_the_plugin(file: Callable[[str], str]) -> None:
     assert plugin.clean_text("one\n\ntwo") == "one"
 
 
+def test_the_environment(file: Callable[[str], str]) -> None:
+    make = load_environment(f"{file('my_game.py')}:Guessing")
+    assert make is not None
+    game, state, messages = make(), dict[str, Any](), [{"role": "user", "content": "Guess."}]
+    assert game.reset({"rollout_id": "r", "messages": messages, "metadata": {"secret": 7}}) == messages
+    steps = [game.step({"role": "assistant", "content": said}, state) for said in ("9", None, "it is 7")]
+    assert [(text, done) for text, _, done in steps] == [
+        ("Lower.", False), ("That is no number.", False), ("Right.", True)
+    ]  # fmt: skip
+    assert [reward for _, reward, _ in steps] == pytest.approx([0, 0, 0.8])
+    assert state == {"guesses": 3}
+
+
 def test_the_page_has_a_file_for_each_of_its_sections() -> None:
-    assert set(FILES) == {"my_rewards.py", "my_task.py", "my_tools.py", "my_plugins.py", "my_environment.py"}
+    assert set(FILES) == {
+        "my_rewards.py",
+        "my_task.py",
+        "my_tools.py",
+        "my_plugins.py",
+        "my_game.py",
+        "my_environment.py",
+    }
     compile(FILES["my_environment.py"], "my_environment.py", "exec")
