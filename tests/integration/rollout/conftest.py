@@ -97,7 +97,7 @@ def serve(tokenizer_dirs: dict[str, str]) -> Serve:
         )
         await asyncio.wait({serving, port}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
         try:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
                 yield Served(f"http://127.0.0.1:{port.result()}", http, drain)
         finally:
             drain.set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,54 +15,10 @@ from sluice.pipeline.errors import ConfigError
 from sluice.producers.agents.environment import load_environment
 from tests.integration.rollout.conftest import Serve, a_request
 from tests.integration.rollout.peer import Says, ScriptedTrainer
+from tests.integration.rollout.worlds import closed
 
 HERE = "tests.integration.rollout.test_environments"
-closed: list[str] = []
-
-
-class Counting:
-    """Ends with the third action; the row says how it behaves."""
-
-    async def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        self.name, self.wish = row["rollout_id"], row["metadata"].get("wish", "")
-        if self.wish == "reset fails":
-            raise OSError("no sandbox")
-        return [*row["messages"], {"role": "user", "content": "begin"}]
-
-    def step(self, action: dict[str, Any], state: dict[str, Any]) -> tuple[Any, float | None, bool]:
-        state["steps"] = state.get("steps", 0) + 1
-        if self.wish == "step fails":
-            raise ValueError("a secret")
-        if self.wish == "hangs":
-            time.sleep(1.5)
-        if self.wish == "no tuple":
-            return "only this"  # type: ignore[return-value]
-        if self.wish == "nan":
-            return "so", float("nan"), False
-        return [{"role": "user", "content": f"after {action['content']}"}], 0.25, state["steps"] == 3
-
-    async def close(self) -> None:
-        closed.append(self.name)
-
-
-class Apart(Counting):
-    """The same in a process of its own; it writes down that it was closed."""
-
-    own_process = True
-
-    async def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        self.path = row["metadata"]["path"]
-        print("noise of the environment")
-        return [*await super().reset(row), {"role": "user", "content": f"pid {os.getpid()}"}]
-
-    def step(self, action: dict[str, Any], state: dict[str, Any]) -> tuple[Any, float | None, bool]:
-        if self.wish == "dies":
-            os._exit(3)
-        return super().step(action, state)
-
-    async def close(self) -> None:
-        with open(self.path, "a") as file:  # noqa: ASYNC230
-            file.write(f"closed {os.getpid()}\n")
+WORLDS = "tests.integration.rollout.worlds"
 
 
 class Half:
@@ -96,7 +51,7 @@ def ask(serve: Serve, tools_tokenizer: Any) -> Asked:
         script: list[Says], name: str = "Counting", *, rollout_id: str = "r-1", metadata: Any = None, **settings: Any
     ) -> tuple[dict[str, Any], ScriptedTrainer]:
         closed.clear()
-        chosen = {"environment": f"{HERE}:{name}", "tools": (f"{HERE}:where",), **settings}
+        chosen = {"environment": f"{WORLDS}:{name}", "tools": (f"{HERE}:where",), **settings}
         async with ScriptedTrainer(tools_tokenizer, script).serving() as trainer, serve(**chosen) as served:
             request = a_request(trainer.url, rollout_id, metadata=metadata or {})
             _, answer = await served.post("/rollout", request)
@@ -148,7 +103,7 @@ async def test_a_cancel_a_deadline_and_a_shutdown_close_it(serve: Serve, tools_t
         await asyncio.sleep(30)
         return web.json_response({})
 
-    settings: dict[str, Any] = {"environment": f"{HERE}:Counting", "tools": ()}
+    settings: dict[str, Any] = {"environment": f"{WORLDS}:Counting", "tools": ()}
     async with ScriptedTrainer(tools_tokenizer, [hanging]).serving() as trainer:
         async with serve(**settings, deadline_s=1.0) as served:
             _, late = await served.post("/rollout", a_request(trainer.url, "late"))
@@ -166,7 +121,7 @@ async def test_a_cancel_a_deadline_and_a_shutdown_close_it(serve: Serve, tools_t
 async def test_in_a_process_of_its_own(ask: Asked, tmp_path: Any) -> None:
     path = tmp_path / "closed.txt"
     script = [Says("one"), Says(None, [("c", "where", {})]), Says("two"), Says("three")]
-    answer, _ = await ask(script, "Apart", metadata={"path": str(path)})
+    answer, _ = await ask(script, "Apart", metadata={"path": str(path)}, deadline_s=120.0)
     assert (answer["status"], answer["reward"]) == ("COMPLETED", 0.75), answer
     pid = int(answer["final_messages"][2]["content"].removeprefix("pid "))
     assert pid != os.getpid()
@@ -178,7 +133,7 @@ async def test_in_a_process_of_its_own(ask: Asked, tmp_path: Any) -> None:
 
 async def test_a_process_that_dies_ends_its_rollout_alone(ask: Asked, tmp_path: Any) -> None:
     metadata = {"wish": "dies", "path": str(tmp_path / "closed.txt")}
-    answer, _ = await ask([Says("one")], "Apart", metadata=metadata)
+    answer, _ = await ask([Says("one")], "Apart", metadata=metadata, deadline_s=120.0)
     assert (answer["status"], answer["extra_fields"]["error_category"]) == ("ERROR", "tool_error")
     assert "its process ended in step" in answer["error_message"]
 

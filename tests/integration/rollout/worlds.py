@@ -1,0 +1,54 @@
+"""Environments of the tests, in a module that a process imports quickly."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+closed: list[str] = []
+
+
+class Counting:
+    """Ends with the third action; the row says how it behaves."""
+
+    async def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        self.name, self.wish = row["rollout_id"], row["metadata"].get("wish", "")
+        if self.wish == "reset fails":
+            raise OSError("no sandbox")
+        return [*row["messages"], {"role": "user", "content": "begin"}]
+
+    def step(self, action: dict[str, Any], state: dict[str, Any]) -> tuple[Any, float | None, bool]:
+        state["steps"] = state.get("steps", 0) + 1
+        if self.wish == "step fails":
+            raise ValueError("a secret")
+        if self.wish == "hangs":
+            time.sleep(1.5)
+        if self.wish == "no tuple":
+            return "only this"  # type: ignore[return-value]
+        if self.wish == "nan":
+            return "so", float("nan"), False
+        return [{"role": "user", "content": f"after {action['content']}"}], 0.25, state["steps"] == 3
+
+    async def close(self) -> None:
+        closed.append(self.name)
+
+
+class Apart(Counting):
+    """The same in a process of its own; it writes down that it was closed."""
+
+    own_process = True
+
+    async def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        self.path = row["metadata"]["path"]
+        print("noise of the environment")
+        return [*await super().reset(row), {"role": "user", "content": f"pid {os.getpid()}"}]
+
+    def step(self, action: dict[str, Any], state: dict[str, Any]) -> tuple[Any, float | None, bool]:
+        if self.wish == "dies":
+            os._exit(3)
+        return super().step(action, state)
+
+    async def close(self) -> None:
+        with open(self.path, "a") as file:  # noqa: ASYNC230
+            file.write(f"closed {os.getpid()}\n")
