@@ -120,7 +120,8 @@ async def test_calls_are_forced(config: Config, backend: HfBackend) -> None:
         assert call["function"]["name"] in ("add", "mul")
         assert set(json.loads(call["function"]["arguments"])) == {"a"}
         assert any_of_them["choices"][0]["finish_reason"] == "tool_calls"
-        stream = await gateway.openai.chat.completions.create(
+        client: Any = gateway.openai  # its types have no plain dicts
+        stream = await client.chat.completions.create(
             model="default", messages=[USER], tools=TOOLS, tool_choice=named, stream=True, **LONG
         )
         deltas = [choice.delta async for chunk in stream for choice in chunk.choices]
@@ -201,7 +202,8 @@ async def test_reasoning_and_calls_are_read_by_vllms_parsers(config: Config, bac
         thought, text = said(first)["reasoning"], said(first)["content"]
         assert (len(thought), len(text)) == (3, 3)
         assert build_tokenizer().decode(first["token_ids"], skip_special_tokens=True) == f"{thought}</think>{text}"
-        stream = await gateway.openai.chat.completions.create(
+        client: Any = gateway.openai  # its types have no plain dicts
+        stream = await client.chat.completions.create(
             model="default", messages=[USER], stream=True, extra_body=shape | {"seed": 5}
         )
         deltas = [choice.delta.model_dump() async for chunk in stream for choice in chunk.choices]

@@ -244,7 +244,8 @@ async def test_the_likeliest_tokens_ranks_and_the_prompts_logprobs(config: Confi
         assert choice.prompt_logprobs
         assert len(choice.prompt_logprobs) == len(prompt)
 
-        chat: Any = await gateway.openai.chat.completions.create(
+        client: Any = gateway.openai  # its types have no plain dicts
+        chat = await client.chat.completions.create(
             model="default", messages=[USER], logprobs=True, top_logprobs=4, max_tokens=5, temperature=0
         )
         for one in chat.choices[0].logprobs.content:
