@@ -31,14 +31,18 @@ _NO_PACKAGE = (
 )
 
 
+def _untold(**_counts: int) -> None:
+    """Nobody listens."""
+
+
 class Tracing:
     """Off unless `tracing.enabled`; close it."""
 
-    def __init__(self, config: TracingConfig, run: str, *, fact: Callable[..., None] = lambda **_: None) -> None:
+    def __init__(self, config: TracingConfig, run: str, *, fact: Callable[..., None] | None = None) -> None:
         """`fact` is told the counts. Raises ConfigError if the package is missing or the endpoint is no URL."""
         self.enabled, self.ratio, self._run = config.enabled, config.sample_ratio, run
         self.sent = self.dropped = 0
-        self._fact, self._config = fact, config
+        self._fact, self._config = fact or _untold, config
         self._queue: deque[Span] = deque()
         self._thread: threading.Thread | None = None
         self._due, self._closing, self._warned = threading.Event(), False, False
