@@ -248,7 +248,8 @@ def serve(path: str) -> None:
                 said = json.dumps({"result": [result, args[1]] if method == "step" else result})
             except Exception as error:
                 said = json.dumps({"failed": repr(error)[:2000]})
-            print(said, file=answers, flush=True)
+            answers.write(said + "\n")
+            answers.flush()
             if method == "close":
                 return
         closing = getattr(environment, "close", None)

@@ -106,7 +106,7 @@ def test_processed_logprobs_are_those_of_the_sampling_temperature(versions: Vers
     with started(versions.directories[0], processed_logprobs=True) as backend:
         outputs = decode_amid(backend, versions, [(3, 1), (9, 2)], requests)
         truncated = replace(requests[0], sampling=SamplingParams(temperature=0.6, top_p=0.9, max_new_tokens=9))
-        with pytest.raises(RequestError, match="no top_p, top_k or repetition_penalty"):
+        with pytest.raises(RequestError, match="no top_p, top_k, min_p, penalty or constraint"):
             run(backend, truncated)
     assert set(outputs[0].versions) == {0, 1, 2}
     for output, heat in zip(outputs, heats, strict=True):
