@@ -159,9 +159,8 @@ class Waterfall:
         self.add("job", self.ref, start, end, "producer", parent=self.job.parent, attributes=shown, error=error)
         for one in self._attempts.values():
             where = {"sluice.attempt": one.number}
-            self.add(
-                "queue", self.ref.child("queue", one.number), one.waited_since, one.start, "producer", **_at(where)
-            )
+            since = min(one.waited_since, one.start)  # of two clocks
+            self.add("queue", self.ref.child("queue", one.number), since, one.start, "producer", **_at(where))
             held = self._attempt_ref(one.number)
             self.add(
                 "attempt", held, one.start, one.end, "worker", process=one.worker, error=one.lost, attributes=where,
@@ -350,4 +349,6 @@ def tree(spans: Iterable[Span]) -> list[tuple[int, Span]]:
 
 
 def _latest_first(spans: Iterable[Span]) -> list[Span]:
-    return sorted(spans, key=lambda span: (span.start, span.end), reverse=True)
+    return sorted(spans, key=lambda span: (span.start, span.end))[
+        ::-1
+    ]  # of equals, the one that was added first is last

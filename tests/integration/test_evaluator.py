@@ -184,6 +184,7 @@ async def test_a_killed_evaluator_goes_on_where_it_was(
     config: Config, client: Any, keys: Keys, published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newest weights are others by then."""
+    config = replace(config, eval=replace(config.eval, max_in_flight=2 * N))  # its answers come in several parts
     await published.publish(0)
     await client.set(keys.state, "finished")
 

@@ -69,8 +69,9 @@ async def test_what_a_turn_reads_does_not_grow_with_the_turns(
     for place in range(200):
         read.append(await _read_by(client, rollouts.load("r")))
         assert await writer.add("r", turn(f"k{place:03}", place - 1)) == ("ok", place)
-    assert read[199] <= read[10] + 64
-    assert read[199] <= 3 * len(encode(turn("k000"))) + 64
+    late, early = min(read[190:]), min(read[10:20])  # one of them may hold what the broker told somebody else
+    assert late <= early + 64
+    assert late <= 3 * len(encode(turn("k000"))) + 64
     found = await rollouts.load("r")
     fresh = await Rollouts(client, keys, partitions=1, ttl_s=600).load("r")
     assert found == fresh

@@ -44,7 +44,8 @@ class Host:
 
     @staticmethod
     def bytes_of(version: WeightVersion) -> dict[str, bytes]:
-        return {file.name: file.read_bytes() for file in weight_files(Path(version.path))}
+        """Of the files that are there, if any."""
+        return {file.name: file.read_bytes() for file in sorted(Path(version.path).glob("*.safetensors"))}
 
     @staticmethod
     def put(file: Path, raw: bytes) -> None:
@@ -59,9 +60,8 @@ class Host:
             os.utime(file, (time.time() - 9.25, time.time() - 9.25))
 
     def repair(self) -> None:
-        for file in weight_files(self.directory):
-            if file.name not in self.published:
-                file.unlink()
+        for name in self.bytes_of(self.version).keys() - self.published.keys():
+            (self.directory / name).unlink()
         for name, raw in self.published.items():
             self.put(self.directory / name, raw)
         self._age()
