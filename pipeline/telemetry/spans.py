@@ -349,6 +349,5 @@ def tree(spans: Iterable[Span]) -> list[tuple[int, Span]]:
 
 
 def _latest_first(spans: Iterable[Span]) -> list[Span]:
-    return sorted(spans, key=lambda span: (span.start, span.end))[
-        ::-1
-    ]  # of equals, the one that was added first is last
+    earliest_first = sorted(spans, key=lambda span: (span.start, span.end))
+    return earliest_first[::-1]  # of equals, the one that was added first is last
