@@ -81,7 +81,8 @@ class Keys:
         # zset: suspects, which run in isolation; + :turns → zset: workers that are draining for them
         self.alone = f"{self.prefix}alone"
         # + owner → list: number of its last claim that took jobs, their ids; + :leaving → string: it was told to end,
-        # + :room → string: it had room, + :prefixes → string: it has taken jobs with a prefix; all expire
+        # + :room → string: it had room, + :prefixes → string: it has taken jobs with a prefix (no owner: any has);
+        # all expire
         self.claim = f"{self.prefix}claim:"
         # list: one element wakes one idle worker; + : + owner → list that wakes this one
         self.wake = f"{self.prefix}wake"

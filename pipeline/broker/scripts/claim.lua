@@ -199,9 +199,7 @@ if apart then return answer_with(apart, finish_first) end
 if capacity > 0 then
   some_apart = redis.call('ZCARD', alone) > 0
   local limit = math.min(capacity, MOST_AT_ONCE)
-  local places = redis.call('ZRANGEBYSCORE', jobs, '-inf', PLACES, 'WITHSCORES', 'LIMIT', 0, limit + 1 + LOOK_AHEAD)
-  local ready = by_prefix(places, owner, limit, prefix_wait_ms, now)
-  for k, id in ipairs(ready) do
+  for k, id in ipairs(by_prefix(owner, limit, prefix_wait_ms, now)) do
     if capacity <= 0 or k > limit then more = 1 break end
     if is_free(id) then capacity = capacity - take(id) end
   end

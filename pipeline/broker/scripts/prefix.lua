@@ -10,7 +10,8 @@ local LOOK_AHEAD = 64 -- jobs beyond its room that a worker may take first
 -- A key that exists while a worker that has prefixes had room at its last claim.
 local function room_of(owner) return claims_of .. owner .. ':room' end
 
--- A key that exists while a worker has prefixes.
+-- A key that exists while a worker has prefixes; of ANY: while some worker has.
+local ANY = ''
 local function has_prefixes(owner) return claims_of .. owner .. ':prefixes' end
 
 -- The worker that has the longest of these prefixes, nil if none has one.
@@ -24,7 +25,7 @@ end
 -- The worker takes a job with these prefixes.
 local function hold(prefixes, owner)
   for name in string.gmatch(prefixes, '%S+') do redis.call('SET', prefix_of .. name, owner, 'PX', PREFIX_KEPT_MS) end
-  redis.call('SET', has_prefixes(owner), 1, 'PX', PREFIX_KEPT_MS)
+  for _, whose in ipairs({ owner, ANY }) do redis.call('SET', has_prefixes(whose), 1, 'PX', PREFIX_KEPT_MS) end
 end
 
 -- Wake the worker that has the prefixes, if it has room; false: another one should be woken.
@@ -37,11 +38,15 @@ local function call_holder(prefixes)
   return true
 end
 
--- The ids in the order in which this worker should take them, without those that are left to others; at most one more
--- than `most`. ready: ids and their places in turn.
-local function by_prefix(ready, owner, most, wait_ms, now)
-  local mine, out, line, lane = redis.call('EXISTS', has_prefixes(owner)) == 1, {}, {}, nil
-  local has_room = {}
+-- The ids of ready jobs in the order in which this worker should take them, without those that are left to others.
+-- Where there is nothing to prefer or to leave, no job is looked at, and there is at most one more than `most`.
+local function by_prefix(owner, most, wait_ms, now)
+  local mine = redis.call('EXISTS', has_prefixes(owner)) == 1
+  if not mine and (wait_ms == 0 or redis.call('EXISTS', has_prefixes(ANY)) == 0) then
+    return redis.call('ZRANGEBYSCORE', jobs, '-inf', PLACES, 'LIMIT', 0, most + 1)
+  end
+  local ready = redis.call('ZRANGEBYSCORE', jobs, '-inf', PLACES, 'WITHSCORES', 'LIMIT', 0, most + 1 + LOOK_AHEAD)
+  local out, line, lane, has_room = {}, {}, nil, {}
 
   local function is_left(holder, prefixes, age)
     if not holder or holder == owner or age < 0 or age >= wait_ms then return false end

@@ -75,7 +75,8 @@ def check_model(found: Snapshot, model: QueueModel, keys: Keys) -> None:
     assert {name: _reason_of(raw) for name, raw in found.replies.items()} == model.replies
     assert found.mailbox == model.mailbox
     assert found.prefixes == model.prefixes
-    for suffix, owners in ((":prefixes", model.has_prefixes), (":room", model.with_room)):
+    any_has = {""} if model.has_prefixes else set[str]()
+    for suffix, owners in ((":prefixes", model.has_prefixes | any_has), (":room", model.with_room)):
         having = {name for name in found.keys if name.startswith(keys.claim) and name.endswith(suffix)}
         assert having == {f"{keys.claim}{owner}{suffix}" for owner in owners}
     assert [(row[b"g"].decode(), int(row[b"i"]), _ending(row)) for _, row in found.evaluated] == model.evaluated
