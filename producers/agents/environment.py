@@ -9,7 +9,8 @@
 - The rewards add up to the rollout's; without any, the task decides.
 - `close` is called at every ending: finish, failure, cancel, deadline, shutdown. A server that is killed calls nothing.
 - Methods may be coroutines; plain ones run in a thread. Each has `rollout_server.tool_timeout_s`.
-- With `own_process = True` the class lives in a process of its own, which is killed at the end if it doesn't leave.
+- With `own_process = True` the class lives in a process of its own, which is killed at the end if it doesn't leave; with
+  the path of a Python interpreter, in one of that, whose packages go before ours. Both must be of one version of Python.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from sluice.pipeline.wire.messages import Message
 KEY = "rollout_server.environment"
 _CLOSE_S = 5.0  # for `close`; a cancelled rollout has no longer
 _LINE_BYTES = 16 << 20  # of a process's answer
+_FOREIGN = f"import sys; sys.path += sys.argv[2:]; from {__spec__.name} import serve; serve(sys.argv[1])"
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,10 @@ def load_environment(path: str | None) -> Made | None:
     made: Any = found
     if not callable(made) or not all(callable(getattr(made, name, None)) for name in ("reset", "step")):
         raise ConfigError(f"{KEY}: {path!r} is no environment; give a class with reset(row) and step(action, state)")
-    return (lambda: OwnProcess(path)) if getattr(made, "own_process", False) else made
+    own = getattr(made, "own_process", False)
+    if isinstance(own, str) and not os.access(own, os.X_OK):
+        raise ConfigError(f"{KEY}: own_process of {path!r} is {own!r}, which is no program; give an interpreter's path")
+    return (lambda: OwnProcess(path, own if isinstance(own, str) else None)) if own else made
 
 
 def checked_messages(value: Any, where: str) -> list[Message]:
@@ -181,15 +186,16 @@ async def _called(function: Callable[..., Any], *args: Any) -> Any:
 class OwnProcess:
     """An environment in a process of its own; it speaks JSON lines over its pipes, and ends when they are closed."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, python: str | None = None) -> None:
+        self._path, self._python = path, python
         self._process: asyncio.subprocess.Process | None = None
 
     async def reset(self, row: dict[str, Any]) -> Any:
         """Starts the process."""
-        command = [sys.executable, "-m", __name__, self._path]
-        pipe = asyncio.subprocess.PIPE
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        pipe, ours = asyncio.subprocess.PIPE, [place for place in sys.path if place]
+        command, env = [sys.executable, "-m", __name__, self._path], {**os.environ, "PYTHONPATH": os.pathsep.join(ours)}
+        if self._python:
+            command, env["PYTHONPATH"] = [self._python, "-c", _FOREIGN, self._path, *ours], ""
         self._process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, limit=_LINE_BYTES, env=env, process_group=0
         )
