@@ -9,8 +9,8 @@
 - The rewards add up to the rollout's; without any, the task decides.
 - `close` is called at every ending: finish, failure, cancel, deadline, shutdown. A server that is killed calls nothing.
 - Methods may be coroutines; plain ones run in a thread. Each has `rollout_server.tool_timeout_s`.
-- With `own_process = True` the class lives in a process of its own, which is killed at the end if it doesn't leave; with
-  the path of a Python interpreter, in one of that, whose packages go before ours. Both must be of one version of Python.
+- With `own_process = True` the class lives in a process of its own, which is killed at the end if it doesn't leave.
+  With the path of an interpreter, of the same Python version, the process is that one's: its packages go before ours.
 """
 
 from __future__ import annotations

@@ -26,9 +26,7 @@ serve, tokenizer_dirs, tools_tokenizer = conftest.serve, conftest.tokenizer_dirs
 
 @contextlib.asynccontextmanager
 async def openenv_server(python: Path) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
-    process = await asyncio.create_subprocess_exec(
-        str(python), "-I", str(SERVER), "0", stdout=asyncio.subprocess.PIPE
-    )
+    process = await asyncio.create_subprocess_exec(str(python), "-I", str(SERVER), "0", stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     try:
         async with asyncio.timeout(60):
@@ -96,7 +94,9 @@ async def test_a_lost_episode_ends_the_rollout(
                 ScriptedTrainer(tools_tokenizer, [restarted]).serving() as trainer,
                 serve(**settings, deadline_s=120.0) as served,
             ):
-                _, answer = await served.post("/rollout", a_request(trainer.url, "r-1", metadata={"reset": {"seed": 10}}))
+                _, answer = await served.post(
+                    "/rollout", a_request(trainer.url, "r-1", metadata={"reset": {"seed": 10}})
+                )
         finally:
             for process in second:
                 process.terminate()

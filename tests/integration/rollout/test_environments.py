@@ -21,6 +21,18 @@ HERE = "tests.integration.rollout.test_environments"
 WORLDS = "tests.integration.rollout.worlds"
 
 
+class Elsewhere:
+    """In the process of an interpreter that isn't there."""
+
+    own_process = "/no/such/python"
+
+    def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        return []
+
+    def step(self, action: Any, state: Any) -> tuple[str, None, bool]:
+        return "", None, True
+
+
 class Half:
     """No environment: no step."""
 
@@ -152,4 +164,6 @@ def test_what_is_no_environment_is_refused_by_name() -> None:
         load_environment(f"{HERE}:Half")
     with pytest.raises(ConfigError, match="environment"):
         load_environment("no_such_module:Thing")
+    with pytest.raises(ConfigError, match=r"own_process.*/no/such/python"):
+        load_environment(f"{HERE}:Elsewhere")
     assert load_environment(None) is None
