@@ -125,6 +125,7 @@ async def test_parallel_agents_under_one_id_are_a_part_each(
 async def test_of_a_stream_that_was_cut_the_repeated_call_is_trained(
     config: Config, backend: HfBackend, client: Any, keys: Keys
 ) -> None:
+    """An agent that goes on from what it has seen begins a part."""
     async with serving(config, backend) as gateway:
         body = {"messages": [USER], **SHORT, "max_tokens": 100}
         async with gateway.http.post(gateway.url + "/v1/chat/completions", json=body | {"stream": True}) as answer:
@@ -132,16 +133,39 @@ async def test_of_a_stream_that_was_cut_the_repeated_call_is_trained(
             answer.close()
         await in_hand(gateway, 0)
         again = await gateway.chat(body["messages"], **{**SHORT, "max_tokens": 100})
+        cut = {"role": "assistant", "content": said(again)["content"][:5]}
+        other = await gateway.chat([USER, cut, user("more")], **SHORT)
+        assert (again["rollout"]["turn"], other["rollout"]["parent"]) == (0, -1)
+        newest, oldest = await finished(gateway, client, keys, [again, other])
+    assert list(oldest.token_ids) == again["token_ids"]
+    assert list(newest.prompt_token_ids) == other["prompt_token_ids"]
+
+
+async def test_a_stream_that_was_complete_before_the_caller_left_is_the_turn(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    async with serving(config, backend) as gateway:
+        body = {"messages": [USER], **SHORT}
+        async with gateway.http.post(gateway.url + "/v1/chat/completions", json=body | {"stream": True}) as answer:
+            await in_hand(gateway, 0)
+            answer.close()  # nothing of it was read
+        assert await client.hget(f"{keys.rollout}r", "turns") == b"1"
+        again = await gateway.chat([USER], **SHORT)
+        assert again["rollout"]["turn"] == 0
         [result] = await finished(gateway, client, keys, [again])
     assert list(result.token_ids) == again["token_ids"]
+    assert result.metadata["num_turns"] == 1
 
 
 async def test_a_turn_has_one_answer(config: Config) -> None:
+    asked: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/chat/completions", {"messages": [USER], "n": 2, "rollout_id": "r"}, "n"),
+        ("/rollouts/r/v1/chat/completions", {"messages": [USER], "n": 2}, "n"),
+        ("/rollouts/r/v1/completions", {"prompt": [5, 6], "n": 2}, "n"),
+        ("/rollouts/r/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": {"n": 2}}, "n"),
+    ]
     async with serving(config, None) as gateway:
-        for path, body in (
-            ("/v1/chat/completions", {"messages": [USER], "n": 2, "rollout_id": "r"}),
-            ("/rollouts/r/v1/chat/completions", {"messages": [USER], "n": 2}),
-        ):
+        for path, body, field in asked:
             status, answer = await gateway.post(path, body)
-            assert (status, answer["error"]["param"]) == (400, "n")
+            assert (status, answer["error"]["param"]) == (400, field)
         assert (await gateway.finish("r"))[0] == 404
