@@ -3,7 +3,8 @@
 With a large vocabulary the logits are the largest tensor of a step: 8,192 tokens × 151,936 words are 5 GB in float32,
 and a loss needs several such tensors. So the pass over the model ends at the input of its head, and the head runs on a
 piece of the positions that are read at a time. The backward pass runs it again instead of keeping what it made. For a
-plain linear layer both passes are written out (`_LinearScores`), in one buffer; any other head runs under autograd.
+plain linear layer both passes are written out (`_LinearScores`), and a piece is a part of the words as well, so that it
+stays in a processor's cache; any other head runs under autograd.
 
     model ─▶ states [R, L, H] ─▶ positions that are read [N, H] ─▶ head, a piece at a time ─▶ logprobs [N]
 """
@@ -22,6 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 _AT_ONCE = 1 << 26  # logits: 256 MiB in float32
+_IN_CACHE = 1 << 20  # logits: 4 MiB in float32, about the second-level cache of two cores
+_TILE_POSITIONS = 512
 _SAME = 1e-6  # relative; the head of one position against the same head of several
 
 
@@ -112,8 +115,8 @@ class RowLogits:
         found: list[Tensor] = []
         if self.head is not None and self.head.is_linear and len(rows):
             linear = cast(torch.nn.Linear, self.head.module)
-            picked, size = self.states[rows, positions], _at_once(linear.out_features)
-            found = [_LinearScores.apply(picked, linear.weight, linear.bias, token_ids, temperatures, entropies, size)]
+            picked = self.states[rows, positions]
+            found = [_LinearScores.apply(picked, linear.weight, linear.bias, token_ids, temperatures, entropies)]
         else:
             compute = _logprobs_and_entropies if entropies else _logprobs
             for piece, picked in self._picked(rows, positions):
@@ -147,12 +150,14 @@ class RowLogits:
 
 
 class _LinearScores(torch.autograd.Function):
-    """Logprobs, and entropies if asked for, of N tokens under a linear head, a piece of `size` positions at a time.
+    """Logprobs, and entropies if asked for, of N tokens under a linear head, a tile of positions × words at a time.
 
-    float [1, N] or [2, N], float32 or wider. The backward pass makes the logits of a piece again. With logits z, a
+    float [1, N] or [2, N], float32 or wider. The backward pass makes the logits of a tile again. With logits z, a
     temperature τ, p = softmax(z / τ), the entropy h, and the gradients g of the logprob of token k and e of h:
 
         dz = (g·(1[k] - p) - e·p·(log p + h)) / τ
+
+    The sum of exp(z / τ) runs over the words with the largest z / τ so far taken off (Milakov and Gimelshein, 2018).
     """
 
     @staticmethod
@@ -164,70 +169,99 @@ class _LinearScores(torch.autograd.Function):
         token_ids: Tensor,
         temperatures: Tensor | None,
         entropies: bool,
-        size: int,
     ) -> Tensor:
         wide = torch.promote_types(states.dtype, torch.float32)
-        scores = states.new_empty(1 + entropies, len(states), dtype=wide)
-        norms = scores.new_empty(len(states))  # log Σ exp(z / τ)
-        for piece, logits in _linear_logits(states, weight, bias, temperatures, size):
-            chosen = logits.gather(1, token_ids[piece, None]).squeeze(1)
-            if entropies:
-                logprobs = torch.log_softmax(logits, dim=-1)
-                norms[piece] = logits.amax(dim=-1) - logprobs.amax(dim=-1)
-                # What is excluded has -inf, whose product with its probability 0 would be NaN.
-                finite = logprobs.clamp(min=torch.finfo(wide).min)
-                scores[1, piece] = -torch.linalg.vecdot(logprobs.exp_(), finite)
+        least = torch.finfo(wide).min  # for -inf, whose product with its probability 0 would be NaN
+        scores = states.new_zeros(1 + entropies, len(states), dtype=wide)
+        chosen = scores[0]
+        peaks, sums, drifts = scores.new_full((len(states),), least), *scores.new_zeros(2, len(states))
+        for words, piece, logits in _tiles(states, weight, bias, temperatures):
+            ids, inside = _within(words, token_ids[piece])
+            chosen[piece] += logits.gather(1, ids).squeeze(1).where(inside, 0)
+            peak = torch.maximum(peaks[piece], logits.amax(dim=-1))
+            lower = peaks[piece] - peak
+            logits.sub_(peak[:, None])
+            if entropies:  # Σ exp(z - peak)·(z - peak)
+                drifts[piece] = (drifts[piece] + sums[piece] * lower) * lower.exp()
+                finite = logits.clamp(min=least)
+                drifts[piece] += torch.linalg.vecdot(logits.exp_(), finite)
             else:
-                most = logits.amax(dim=-1)
-                norms[piece] = logits.sub_(most[:, None]).exp_().sum(dim=-1).log_() + most
-            scores[0, piece] = chosen - norms[piece]
+                logits.exp_()
+            sums[piece] = sums[piece] * lower.exp() + logits.sum(dim=-1)
+            peaks[piece] = peak
+        norms = peaks + sums.log()  # log Σ exp(z / τ)
+        chosen -= norms
+        if entropies:
+            scores[1] = sums.log() - drifts / sums
         ctx.save_for_backward(states, weight, bias, token_ids, temperatures, norms, scores[1] if entropies else None)
-        ctx.size = size
         return scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         states, weight, bias, token_ids, temperatures, norms, entropies = ctx.saved_tensors
-        of_states, of_weight, of_bias = (
+        # A sum over words has a term for each tile: rounded to half precision each time it would drift.
+        of_states = torch.zeros_like(states, dtype=norms.dtype) if ctx.needs_input_grad[0] else None
+        of_weight, of_bias = (
             torch.zeros_like(each) if wanted else None
-            for each, wanted in zip((states, weight, bias), ctx.needs_input_grad[:3], strict=True)
+            for each, wanted in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
         )
-        for piece, logits in _linear_logits(states, weight, bias, temperatures, ctx.size):
+        for words, piece, logits in _tiles(states, weight, bias, temperatures):
+            ids, inside = _within(words, token_ids[piece])
             logprobs, of_chosen = logits.sub_(norms[piece, None]), gradient[0, piece, None]
             if entropies is None:
                 of_logits = logprobs.exp_().mul_(-of_chosen)
             else:
-                of_entropy = gradient[1, piece, None]
                 slope = logprobs.clamp(min=torch.finfo(logits.dtype).min).add_(entropies[piece, None])
-                of_logits = slope.mul_(of_entropy).add_(of_chosen).mul_(logprobs.exp_()).neg_()
-            of_logits.scatter_add_(1, token_ids[piece, None], of_chosen)
+                slope.mul_(gradient[1, piece, None]).add_(of_chosen)
+                of_logits = slope.mul_(logprobs.exp_()).neg_()
+            of_logits.scatter_add_(1, ids, of_chosen.where(inside[:, None], 0))
             if temperatures is not None:
                 of_logits.div_(temperatures[piece, None])
             narrow = of_logits.to(states.dtype)
-            if of_states is not None:
-                torch.mm(narrow, weight, out=of_states[piece])
+            if of_states is not None and of_states.dtype == narrow.dtype:
+                of_states[piece].addmm_(narrow, weight[words])
+            elif of_states is not None:
+                of_states[piece] += narrow @ weight[words]
             if of_weight is not None:
-                of_weight.addmm_(narrow.t(), states[piece])
+                of_weight[words].addmm_(narrow.t(), states[piece])
             if of_bias is not None:
-                of_bias.add_(narrow.sum(dim=0))
-        return of_states, of_weight, of_bias, None, None, None, None
+                of_bias[words] += narrow.sum(dim=0)
+        return None if of_states is None else of_states.to(states.dtype), of_weight, of_bias, None, None, None
 
 
-def _linear_logits(
-    states: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor | None, size: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Logits over temperatures, [n, V] in float32 or wider, of each piece; they may be overwritten, and soon are."""
-    room = states.new_empty(min(size, len(states)), len(weight))
-    for start in range(0, len(states), size):
-        piece = slice(start, start + size)
-        logits = torch.mm(states[piece], weight.t(), out=room[: len(states[piece])])
-        if bias is not None:
-            logits.add_(bias)
-        logits = at_least_float32(logits)
-        if temperatures is not None:
-            logits.div_(temperatures[piece, None])
-        yield piece, logits
+def _tiles(
+    states: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor | None
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Words, positions, and their logits over temperatures, [n, w] in float32 or wider; to be overwritten, and reused.
+
+    All positions of some words come first, then those of the next ones.
+    """
+    positions = min(len(states), _TILE_POSITIONS)
+    most = min(_AT_ONCE, _IN_CACHE) if states.device.type == "cpu" else _AT_ONCE
+    width = min(len(weight), max(1, most // positions))
+    room = states.new_empty(positions * width)
+    for first in range(0, len(weight), width):
+        words = slice(first, min(first + width, len(weight)))
+        columns = weight[words]
+        for start in range(0, len(states), positions):
+            piece = slice(start, start + positions)
+            some = states[piece]
+            out = room[: len(some) * len(columns)].view(len(some), len(columns))
+            logits = torch.mm(some, columns.t(), out=out)
+            if bias is not None:
+                logits.add_(bias[words])
+            logits = at_least_float32(logits)
+            if temperatures is not None:
+                logits.div_(temperatures[piece, None])
+            yield words, piece, logits
+
+
+def _within(words: slice, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns of tokens in a tile, int64 [n, 1], and whether they are there, bool [n]; another column if not."""
+    at = token_ids - words.start
+    ids = at.clamp(0, words.stop - words.start - 1)
+    return ids[:, None], ids == at
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, temperatures: Tensor | None = None) -> Tensor:

@@ -138,10 +138,11 @@ def test_a_linear_head_by_hand_is_that_of_autograd(
     bias: bool, heated: bool, entropies: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(5)
-    monkeypatch.setattr(row_logits, "_AT_ONCE", 3 * 13)
+    monkeypatch.setattr(row_logits, "_AT_ONCE", 3 * 4)
+    monkeypatch.setattr(row_logits, "_TILE_POSITIONS", 3)  # tiles of 3 positions and 4 words
     plain, unknown = (kind(6, 13, bias=bias, dtype=torch.float64) for kind in (torch.nn.Linear, Unknown))
     unknown.load_state_dict(plain.state_dict())
-    states = torch.randn(2, 6, 6, dtype=torch.float64, requires_grad=True)
+    states = (10 * torch.randn(2, 6, 6, dtype=torch.float64)).requires_grad_()
     on = torch.rand(2, 5) < 0.8
     count = int(on.sum())
     ids, heat = torch.arange(count) % 13, (0.5 + torch.rand(count)) if heated else None
@@ -159,17 +160,23 @@ def test_a_linear_head_by_hand_is_that_of_autograd(
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_what_a_bias_excludes_has_no_part_in_the_entropy_of_a_linear_head() -> None:
+@pytest.mark.parametrize("excluded", [[2], [0, 1], [2, 3], [6]])
+def test_what_a_bias_excludes_has_no_part_in_the_entropy_of_a_linear_head(
+    excluded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_logits, "_AT_ONCE", 3 * 2)  # tiles of 2 words: all of one may be excluded
     linear = torch.nn.Linear(4, 7)
     with torch.no_grad():
-        linear.bias[2] = -torch.inf
+        linear.bias[excluded] = -torch.inf
     states = torch.randn(1, 4, 4, requires_grad=True)
-    on, ids = torch.ones(1, 3, dtype=torch.bool), torch.tensor([0, 1, 3])
+    on, ids = torch.ones(1, 3, dtype=torch.bool), torch.tensor([4, 5, 4])
     _, entropy = RowLogits(states, Head(linear, row_logits._unchanged)).scores(on, ids, None, entropies=True)
     assert entropy is not None
     [gradient] = torch.autograd.grad(entropy.sum(), states)
-    assert entropy.isfinite().all()
-    assert gradient.isfinite().all()
+    logits = linear(states[0, :-1]).double()
+    wanted = row_logits.token_entropies(logits)
+    torch.testing.assert_close(entropy.double(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, torch.autograd.grad(wanted.sum(), states)[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("watch", [lambda layer: layer.register_forward_hook(lambda *_: None), lambda layer: None])
