@@ -25,9 +25,9 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sluice.consumers.training import lora
-from sluice.consumers.training.distributed import accept_split_model, accept_whole_moments, shard_model
 from sluice.consumers.training.model import load_policy
-from sluice.consumers.training.ranks import Ranks
+from sluice.consumers.training.ranks.group import Ranks
+from sluice.consumers.training.ranks.sharding import accept_split_model, accept_whole_moments, shard_model
 from sluice.consumers.training.shards import whole
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import FsdpConfig, LoraConfig, ModelConfig, PolicyConfig, TrainerConfig

@@ -47,8 +47,8 @@ def train(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     """
     import asyncio
 
-    from sluice.consumers.training.distributed import wants_ranks
-    from sluice.consumers.training.launch import launch, told_to_launcher, under_launcher
+    from sluice.consumers.training.ranks.launch import launch, told_to_launcher, under_launcher
+    from sluice.consumers.training.ranks.sharding import wants_ranks
     from sluice.consumers.training.trainer import train as run
     from sluice.pipeline.config import load_config
     from sluice.pipeline.run.supervisor import sluice_command

@@ -6,5 +6,5 @@
                   └──▶ step_log, trackers · checkpoint · weight versions
 
 `images` has the pixels of the samples in hand. `lora` puts adapters into the policy. `model` loads and writes models;
-`distributed` shards them under `accelerate launch`.
+`ranks` shards them over processes.
 """

@@ -51,10 +51,10 @@ from sluice.consumers.training.images import (
     pixels_of,
     token_type_names,
 )
-from sluice.consumers.training.launch import under_launcher
 from sluice.consumers.training.model import model_class, probe_of, probe_tokens, stage
 from sluice.consumers.training.policy.proximal import proximal_of
-from sluice.consumers.training.ranks import Ranks
+from sluice.consumers.training.ranks.group import Ranks
+from sluice.consumers.training.ranks.launch import under_launcher
 from sluice.consumers.training.session import Fence, Session, Weights
 from sluice.consumers.training.session_thread import SessionThread
 from sluice.consumers.training.shards import gathered

@@ -25,7 +25,7 @@ from sluice.consumers.training import checkpoint, lora
 from sluice.consumers.training.checkpoint import Copies, TrainerState, Unfinished
 from sluice.consumers.training.images import ReceivedImages, SampleImages, SentImages
 from sluice.consumers.training.model import own_tensors, probe_score, write_model
-from sluice.consumers.training.ranks import Ranks
+from sluice.consumers.training.ranks.group import Ranks
 from sluice.consumers.training.session import Fence
 from sluice.consumers.training.shards import ShardsBeside, gathered, is_sharded, save_shards
 from sluice.consumers.training.snapshot import Memory, Shadow, Snapshot, rounded

@@ -27,7 +27,7 @@ from sluice.consumers.training.policy.dpo import PairTerm
 from sluice.consumers.training.policy.loss import PolicyTerm, batch_normalised, temperature_rows
 from sluice.consumers.training.policy.minibatches import minibatches
 from sluice.consumers.training.policy.surrogate import load_surrogate
-from sluice.consumers.training.ranks import Ranks
+from sluice.consumers.training.ranks.group import Ranks
 from sluice.consumers.training.row_logits import RowLogits
 from sluice.consumers.training.shards import whole
 from sluice.pipeline.config.types import PolicyConfig, TrainerConfig

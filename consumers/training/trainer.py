@@ -41,7 +41,6 @@ from sluice.consumers.samples import letter
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training import checkpoint
 from sluice.consumers.training.checkpoint import TrainerState, Unfinished
-from sluice.consumers.training.distributed import Sharding, passes_in_half, sharding
 from sluice.consumers.training.forward import VisionSource
 from sluice.consumers.training.images import ReceivedImages, SampleImages, pixels_of
 from sluice.consumers.training.learner import Learner
@@ -49,7 +48,8 @@ from sluice.consumers.training.model import load_policy, probe_tokens, published
 from sluice.consumers.training.policy.dpo import NO_RECORD, pair_members, without_proximal
 from sluice.consumers.training.policy.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
 from sluice.consumers.training.policy.reference import is_the_trainers, reference_jobs, reference_scores
-from sluice.consumers.training.ranks import START, Ranks
+from sluice.consumers.training.ranks.group import START, Ranks
+from sluice.consumers.training.ranks.sharding import Sharding, passes_in_half, sharding
 from sluice.consumers.training.session import Fence, Make, Session, Weights
 from sluice.consumers.training.step import TrainStep
 from sluice.consumers.training.trackers import Trackers

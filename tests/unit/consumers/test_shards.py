@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
 
-from sluice.consumers.training.distributed import shard_model
+from sluice.consumers.training.ranks.sharding import shard_model
 from sluice.consumers.training.shards import ShardsBeside, load_shards, save_shards
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import FsdpConfig

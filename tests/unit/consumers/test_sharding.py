@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from sluice.consumers.training import checkpoint
-from sluice.consumers.training.distributed import (
+from sluice.consumers.training.model import probe_score
+from sluice.consumers.training.ranks.sharding import (
     keep_model_whole,
     keep_optimizer_whole,
     sharding,
@@ -21,7 +22,6 @@ from sluice.consumers.training.distributed import (
     started_sharded,
     wants_ranks,
 )
-from sluice.consumers.training.model import probe_score
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config import load_config
 from sluice.pipeline.errors import ConfigError

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from sluice.consumers.training.model import device_of
-from sluice.consumers.training.ranks import Ranks
+from sluice.consumers.training.ranks.group import Ranks
 from sluice.consumers.training.shards import like, whole
 from sluice.pipeline.config.types import Config, FsdpConfig
 from sluice.pipeline.errors import ConfigError, how_to_install
