@@ -68,9 +68,8 @@ test-redis8: setup ## The queue's suites on redis-py 8; arq asks for less than 6
 	@PYTHONPATH=$(REDIS8) $(PYTEST) $(QUEUE_TESTS)
 
 # The mutants alone (minutes): make soak TESTS=tests/soak/test_fuzz.py
-soak: TESTS := $(if $(TESTS),$(TESTS),tests/soak/test_soak.py tests/soak/test_recovery.py tests/soak/test_fuzz.py)
 soak: setup ## Random faults against real processes, mutants of all they read (FAULTS=200, SEED=n repeats one)
-	@SLUICE_SOAK_FAULTS=$(FAULTS) SLUICE_CHAOS_SEED=$(SEED) SLUICE_FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -q -s $(TESTS) $(ARGS)
+	@SLUICE_SOAK_FAULTS=$(FAULTS) SLUICE_CHAOS_SEED=$(SEED) SLUICE_FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -q -s -m soak $(or $(TESTS),tests/soak) $(ARGS)
 
 check: setup ## Lint, format, types, import contracts, configs, house rules
 	@$(BIN)/ruff check .
