@@ -10,7 +10,7 @@
 - Peak memory is the largest resident set of that step less the one after loading. No side keeps optimiser state (SGD).
 - `trl` runs if it is installed.
 - Terms of the loss: a step with the KL to a reference, one of DPO, and a scorer's pass, each over a plain step (rows of
-  at most 1,024 tokens, as many tokens in all).
+  at most 1,024 tokens, the sides in turns).
 - Gradients on 2 and 4 ranks (ranks.py) against one process, in a small model: the distance is of rounding alone.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -37,7 +38,9 @@ _ADVANTAGES = (1.0, -1.0)
 _PROMPT = 16  # tokens
 _BEHAVIOUR = -12.0  # nats; the logprob that the canned tokens claim
 _SEED = 7
-_TERMS_TOKENS = 1024
+_TERMS_TOKENS = 1024  # of a row
+_TERMS_ROWS = 4  # two groups
+_TERMS_ROUNDS = 3  # after one that warms up
 
 
 class Plan(BenchPlan, frozen=True, kw_only=True):
@@ -57,7 +60,7 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds over those of a step with the default loss: `reference` is a pass without gradients of all tokens."""
+    """Medians of seconds over those of a step with the default loss; `reference`: a pass without gradients."""
 
     kl: float
     dpo: float
@@ -91,7 +94,7 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
 
     length = min(plan.tokens, _TERMS_TOKENS)
     async with Fleet("terms", home) as fleet:
-        sizes = [2 * max(1, tokens // length // 2), length, plan.vocabulary, plan.threads]
+        sizes = [_TERMS_ROWS, length, plan.vocabulary, plan.threads]
         await fleet.start_child(serve_terms, sizes, engine_environment(plan.threads))
         (terms,) = await fleet.receive(Terms, WORK_S)
 
@@ -151,7 +154,7 @@ def ours(model: Any, ids: Sequence[Sequence[int]], _home: Path) -> Sample:
 
 
 async def serve_terms(parent: Parent, rows: int, tokens: int, vocabulary: int, threads: int) -> None:
-    """Steps with other losses, in a process of its own."""
+    """Steps with other losses, in a process of its own: all in turns, as load that comes and goes then hits each."""
     import numpy as np
     import torch
 
@@ -162,20 +165,24 @@ async def serve_terms(parent: Parent, rows: int, tokens: int, vocabulary: int, t
     samples = _samples(ids)
     scores = {sample.seq_id: np.full(tokens, _BEHAVIOUR) for sample in samples}
 
-    def seconds(policy: PolicyConfig, *, scores_only: bool = False) -> float:
+    def prepared(policy: PolicyConfig) -> TrainStep:
         step = _train_step(make_model(vocabulary), tokens, policy)
         step.prove()
-        work = (lambda: step.score(samples)) if scores_only else (lambda: step.run(samples, 1, reference=scores))
-        return _second_of_two(work, 0.0).seconds
+        return step
 
-    plain = seconds(PolicyConfig(enabled=True))
-    parent.tell(
-        Terms(
-            kl=seconds(PolicyConfig(enabled=True, kl_coef=0.1)) / plain,
-            dpo=seconds(PolicyConfig(enabled=True, loss="dpo")) / plain,
-            reference=seconds(PolicyConfig(enabled=True), scores_only=True) / plain,
-        )
-    )
+    plain = prepared(PolicyConfig(enabled=True))
+    sides: dict[str, Callable[[], object]] = {
+        "plain": lambda: plain.run(samples, 1),
+        "reference": lambda: plain.score(samples),
+    }
+    for name, policy in {
+        "kl": PolicyConfig(enabled=True, kl_coef=0.1),
+        "dpo": PolicyConfig(enabled=True, loss="dpo"),
+    }.items():
+        sides[name] = partial(prepared(policy).run, samples, 1, reference=scores)
+    rounds = [{name: _seconds(work) for name, work in sides.items()} for _ in range(1 + _TERMS_ROUNDS)][1:]
+    over = {name: median(ratios(rounds, name, "plain", float)) for name in sides if name != "plain"}
+    parent.tell(Terms(**over))
 
 
 def _train_step(model: Any, tokens: int, policy: PolicyConfig) -> TrainStep:
@@ -314,9 +321,13 @@ def _settings(vocabulary: int) -> Any:
 def _second_of_two(step: Callable[[], Any], resident_mb: float) -> Sample:
     step()
     _forget_peak()
+    return Sample(_seconds(step), _mb("VmHWM") - resident_mb)
+
+
+def _seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
-    step()
-    return Sample(time.perf_counter() - started, _mb("VmHWM") - resident_mb)
+    work()
+    return time.perf_counter() - started
 
 
 def _forget_peak() -> None:
