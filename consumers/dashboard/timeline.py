@@ -46,6 +46,7 @@ _MOODS: dict[str, Mood] = {
     "working": "working", "failed": "trouble", "silent": "trouble",
     WaitKind.BROKER_MEMORY: "trouble",
     WaitKind.CREDIT: "held", WaitKind.ROLE: "held", WaitKind.PARTITION: "held", WaitKind.ISOLATION: "held",
+    WaitKind.SHARE: "held",
     WaitKind.DRAIN: "held", WaitKind.PEER: "held", WaitKind.SAVING: "held", WaitKind.OTHER: "held",
     WaitKind.ENGINE: "loading", WaitKind.MODEL: "loading", WaitKind.TOKENIZER: "loading",
     WaitKind.CHECKPOINT: "loading", WaitKind.FORWARD_PROOF: "loading", WaitKind.WEIGHTS: "loading",

@@ -32,7 +32,7 @@ from sluice.pipeline.queue.envelope import (
     arq_redis_settings,
     arq_serializer,
 )
-from sluice.pipeline.queue.leased_worker import Holder, Hooks, LeasedWorker, LeaseKeeper
+from sluice.pipeline.queue.leased_worker import Holder, Hooks, LeasedWorker, LeaseKeeper, Turn
 from sluice.pipeline.queue.queue import JobQueue
 from sluice.pipeline.queue.types import (
     NO_LIMIT,
@@ -77,6 +77,7 @@ __all__ = [
     "Piece",
     "SourceRewound",
     "StepRow",
+    "Turn",
     "arq_deserializer",
     "arq_payload",
     "arq_pool",

@@ -84,6 +84,30 @@ async def _nothing_to_await() -> None:
     pass
 
 
+class Turn(Protocol):
+    """What the loop of one queue has to know of the others, where several share what does the work.
+
+    `Holder.room` says how much of it this queue may take now; whose turn it is, is woken (`LeasedWorker.wake`).
+    """
+
+    @property
+    def quota(self) -> int:
+        """Sequences of this queue at once, on all workers; 0: any number."""
+        ...
+
+    def is_open(self) -> bool:
+        """Whether there is room, for whichever queue."""
+        ...
+
+    def others(self) -> int:
+        """Jobs of other queues that this process holds: with them, no suspect runs apart."""
+        ...
+
+    def asks(self, count: int) -> None:
+        """The loop claims jobs worth so many sequences now."""
+        ...
+
+
 @dataclass(frozen=True)
 class Hooks:
     """What the role does around the loop."""
@@ -95,6 +119,7 @@ class Hooks:
     after_claim: Callable[[Claimed], None] = _nothing
     each_turn: Callable[[], None] = _nothing  # update the status; also while draining
     is_done: Callable[[], bool] = lambda: False  # in burst mode: enough was done
+    turn: Turn | None = None  # of a queue that shares what does the work with others
 
 
 class LeasedWorker:
@@ -109,13 +134,15 @@ class LeasedWorker:
         name: str = "",
         stop: asyncio.Event | None = None,
         poll_s: float | None = None,
+        full_poll_s: float = _FULL_POLL_S,
         keep_result_s: float | None = None,
     ) -> None:
-        """`poll_s` and `keep_result_s`: instead of the configured ones."""
+        """`poll_s` and `keep_result_s`: instead of the configured ones. `full_poll_s`: between looks without room."""
         self._client, self._jobs_key = cast(Any, client), keys.jobs
         self.settings, self.stop = config.worker, stop or asyncio.Event()
         self.burst = False
         self._poll_s = self.settings.poll_s if poll_s is None else poll_s
+        self._full_poll_s = full_poll_s
         kept_s = self.settings.keep_result_s if keep_result_s is None else keep_result_s
         self.queue = JobQueue(client, keys, partitions=config.consumer.count, worker=name, keep_result_s=kept_s)
         self.keeper = LeaseKeeper(config, self.queue, self._alive, self._lost_from_thread)
@@ -214,20 +241,24 @@ class LeasedWorker:
         self._hooks.each_turn()
         if (got.claims or got.more) and self._has_room():
             return True
-        pause_s = got.again_s or (self._poll_s if self._has_room() else _FULL_POLL_S)
+        pause_s = got.again_s or (self._poll_s if self._has_room() else self._full_poll_s)
         self._look_at = time.monotonic() + pause_s
         return False
 
     async def _claim(self, room: int) -> Claimed:
-        settings, holder = self.settings, self._holder
+        settings, holder, turn = self.settings, self._holder, self._hooks.turn
         watch_s = 0 if self.burst else _WATCH_POLLS * self._poll_s
+        if turn is not None:
+            turn.asks(room)
         got = await self.queue.claim(
             room,
             settings.lease_s,
             settings.max_attempts,
-            len(holder.held()),
+            len(holder.held()) + (turn.others() if turn else 0),
             watch_s=watch_s,
             prefix_wait_s=settings.prefix_wait_s,
+            quota=turn.quota if turn else 0,
+            looks=turn is not None,
         )
         self._hooks.after_claim(got)
         self.more = got.more
@@ -261,7 +292,8 @@ class LeasedWorker:
 
     async def _pause(self) -> None:
         """Wait for a job, an ending, the next poll or the next beat."""
-        self._waker.listen(self._has_room())
+        turn = self._hooks.turn
+        self._waker.listen(self._has_room() or (turn is not None and turn.is_open() and not self.runs_apart()))
         due = min(self._look_at, self._beaten + _BEAT_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, due - time.monotonic())):

@@ -113,11 +113,15 @@ class JobQueue:
         *,
         watch_s: float = 0.0,
         prefix_wait_s: float = 0.0,
+        quota: int = 0,
+        looks: bool = False,
     ) -> Claimed:
         """Lease ready jobs worth about `capacity` sequences (the last one may exceed it); `held` jobs are ours now.
 
         `watch_s`: how long this worker polls for jobs that send no signal, if no other does; 0 = never.
         `prefix_wait_s`: how long a rollout's turn is left to the worker that has its earlier ones, if that has room.
+        `quota`: sequences of this queue that all workers together may hold; 0 = any number. `looks`: `Claimed.more`
+        says without capacity too whether jobs are ready (within the quota).
         """
         self._num_claims += 1
         answer = await self._ask(
@@ -132,6 +136,8 @@ class JobQueue:
                 version=self._latest,
                 watch_ms=_ms(watch_s),
                 prefix_wait_ms=_ms(prefix_wait_s),
+                quota=quota,
+                looks=looks,
             )
         )
         self._latest = answer.version

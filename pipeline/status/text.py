@@ -33,6 +33,7 @@ _WAITS: dict[WaitKind, str] = {
     WaitKind.ROLLOUTS: "the rollout server at {subject} ({count} rollouts)",
     WaitKind.DRAIN: "{count} {subject} to finish (draining)",
     WaitKind.ISOLATION: "{count} running sequences to finish: they, or the next ones, run in isolation",
+    WaitKind.SHARE: "its turn on the engine, which other runs have",
     WaitKind.OTHER: "{subject}",
 }
 _BESIDE: dict[WaitKind, str] = {  # appended if there is a count

@@ -44,6 +44,7 @@ class WaitKind(StrEnum):
     ROLLOUTS = "rollouts"  # those that a rollout server has in hand
     DRAIN = "drain"  # asked to stop, and work is left
     ISOLATION = "isolation"  # a suspect job runs apart from others
+    SHARE = "share"  # other runs have their turn on the engine
     OTHER = "other"  # of another release, or none of ours
 
     @classmethod

@@ -3,16 +3,19 @@
 -- A leased job stays in the queue, scored by the end of its lease; first, expired ones go back to their old places.
 -- ARGV owner worker lease_ms capacity max_deaths held_jobs call_number (repeating the last call returns the same jobs)
 --      version known to the owner, watch_ms (0: it doesn't look again by itself; see watch.lua),
---      prefix_wait_ms (0: no job is left to the worker that has its beginning; see prefix.lua)
+--      prefix_wait_ms (0: no job is left to the worker that has its beginning; see prefix.lua), quota (sequences of this
+--      queue that all workers may hold at once; 0: any number), looks (1: say without room too whether jobs are ready)
 -- Returns {jobs, our cancelled ids, more_are_ready, finish_what_you_hold_first, latest version or '', jobs that ended,
 --          ms until it has to look again}
 -- Per job: {id, payload, attempt, enqueued_ms, ms to its deadline or '', alone, "i,j,…" committed, {index, progress, …},
 --          foreign: its payload must still be read (settle.lua), tries used up}
 local owner, worker, lease = ARGV[FIRST], ARGV[FIRST + 1], tonumber(ARGV[FIRST + 2])
 local capacity, most = tonumber(ARGV[FIRST + 3]), tonumber(ARGV[FIRST + 4])
+local has_room = capacity > 0
 local held, MOST_AT_ONCE = tonumber(ARGV[FIRST + 5]), 100
 local call, now, out, given, more, over = ARGV[FIRST + 6], now_ms(), {}, {}, 0, 0
 local watch_ms, prefix_wait_ms = tonumber(ARGV[FIRST + 8]), tonumber(ARGV[FIRST + 9])
+local quota, looks = tonumber(ARGV[FIRST + 10]), ARGV[FIRST + 11] == '1'
 local last_call = claims_of .. owner
 
 -- Indices that need no decoding, and the stored progress of the others.
@@ -174,6 +177,16 @@ local function suspects()
   return out, 0
 end
 
+-- Sequences that workers hold now; as many leases as the quota has sequences are read at most.
+local function leased()
+  local found = 0
+  for _, id in ipairs(redis.call('ZRANGE', leases, 0, quota - 1)) do
+    local f = redis.call('HMGET', state_of .. id, 'n', 'ndone')
+    found = found + tonumber(f[1] or 1) - tonumber(f[2] or 0)
+  end
+  return found
+end
+
 local version = newest_version(latest)
 version = version >= 0 and tostring(version) or ''
 if version ~= ARGV[FIRST + 7] then ring() end -- a worker that learns of a new one wakes the next sleeping one
@@ -182,7 +195,7 @@ over = over + ended
 
 local function answer_with(jobs_given, finish_first)
   local again = 0
-  if capacity <= 0 then
+  if not has_room then
     stand_down(owner)
   elseif watch_ms > 0 then
     again = look_again(owner, held + #given > 0, watch_ms)
@@ -194,8 +207,13 @@ if give_again() then return answer_with(out, 0) end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, MOST_AT_ONCE)) do expire(id) end
 come_due(jobs, now)
 come_due(alone, now)
+if quota > 0 and (capacity > 0 or looks) then
+  local left = quota - leased()
+  capacity, looks = math.min(capacity, left), looks and left > 0
+end
 local apart, finish_first = suspects()
 if apart then return answer_with(apart, finish_first) end
+if looks and capacity <= 0 and redis.call('ZCOUNT', jobs, '-inf', PLACES) > 0 then more = 1 end
 if capacity > 0 then
   some_apart = redis.call('ZCARD', alone) > 0
   local limit = math.min(capacity, MOST_AT_ONCE)

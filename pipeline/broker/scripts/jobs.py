@@ -160,6 +160,8 @@ class Claim(Request[ClaimAnswer], frozen=True, kw_only=True):
     version: bytes  # the newest one the owner knows
     watch_ms: int  # 0: it doesn't look again by itself
     prefix_wait_ms: int  # how long a turn is left to the worker that has the turns before
+    quota: int = 0  # sequences of this queue that all workers may hold at once; 0: any number
+    looks: bool = False  # say without room too whether jobs are ready
 
     def answer(self, raw: Any) -> ClaimAnswer:
         jobs, cancelled, more, finish_first, version, over, again_ms = raw
