@@ -38,6 +38,7 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import (
     ArqFunctions,
     Claim,
+    Claimed,
     Finished,
     Hooks,
     LeasedWorker,
@@ -64,6 +65,7 @@ from sluice.pipeline.wire.tokens import TokenArray
 from sluice.pipeline.wire.waits import WaitKind
 from sluice.workers.engine.adapters import not_served
 from sluice.workers.engine.contracts import Backend, EngineFacts, SequenceOutput, SequenceRequest
+from sluice.workers.fair_share import Turns, cost_of
 from sluice.workers.guard.repeat import triggers
 from sluice.workers.job_prompts import JobPrompt, JobPrompts
 from sluice.workers.slots import HeldJob, Slots
@@ -77,18 +79,28 @@ _SAY_EVERY_S = 10.0  # that images can't be reached
 class DecodeWorker:
     """One engine on the queue: the Holder of decode jobs; also answers plain calls (`ping`)."""
 
-    def __init__(self, role: Role, backend: Backend, prompts: JobPrompts, carrier: Carrier | None = None) -> None:
-        """`carrier`: by default that of the run's configuration."""
+    def __init__(
+        self,
+        role: Role,
+        backend: Backend,
+        prompts: JobPrompts,
+        carrier: Carrier | None = None,
+        turns: Turns | None = None,
+    ) -> None:
+        """`carrier`: by default that of the run's configuration. `turns`: of the runs that share the engine."""
         self._role, self._backend, self._prompts = role, backend, prompts
         self._weights = WeightsWatch(role, backend, carrier)
         self._looked = False
+        self._has_more = False  # jobs were ready at the last claim
         self._loading: asyncio.Task[bool] | None = None  # newer weights, while sequences run
         self._pinned = False  # there were pinned jobs at the last claim
         self._said_at = float("-inf")  # monotonic seconds
         self._images_away_at: float | None = None  # monotonic seconds of the last failure; None: images are reached
         self._slots = Slots(role.config.worker.max_batch)
         place: dict[str, Any] = {"client": role.client, "keys": role.keys, "config": role.config}
-        self.leases = LeasedWorker(**place, name=role.name, stop=role.stop)
+        polls = {} if turns is None else turns.polls(role.config.worker.poll_s)
+        self.leases = LeasedWorker(**place, **polls, name=role.name, stop=role.stop)
+        self._turn = turns and turns.join(role.config.run, self.leases.wake.set, lambda: len(self.held()))
         arq = arq_settings([func(self._ping, name="ping")], **place)
         self._calls = ArqFunctions(self.leases, arq, others=("decode",))
         role.status.fact(owner=self.leases.queue.owner)
@@ -102,8 +114,9 @@ class DecodeWorker:
             is_busy=self._slots.full,
             beat=self._calls.beat,
             before_claim=self._update_weights,
-            after_claim=lambda got: self._weights.saw(got.latest),
+            after_claim=self._claimed,
             each_turn=self._each_turn,
+            turn=self._turn,
         )
         try:
             await self.leases.serve(self, hooks)
@@ -115,6 +128,11 @@ class DecodeWorker:
 
     def room(self) -> int:
         """Number of sequences worth claiming."""
+        room = self._own_room()
+        return room if self._turn is None else min(room, self._turn.room())
+
+    def _own_room(self) -> int:
+        """Whatever other runs on this engine do."""
         room = self._slots.room()
         if self._images_away_at is None:
             return room
@@ -219,9 +237,19 @@ class DecodeWorker:
             await self.leases.give_back(claim, _TOO_EARLY_S)
         return False
 
+    def _claimed(self, got: Claimed) -> None:
+        self._weights.saw(got.latest)
+        if self._turn is not None:
+            self._has_more = got.more
+            taken = sum(claim.job.n - len(claim.committed) for claim in got.claims if claim.job is not None)
+            apart = got.must_drain or any(claim.alone for claim in got.claims)
+            self._turn.answered(taken, more=got.more and self._own_room() > taken, apart=apart)
+
     def _each_turn(self) -> None:
         """Update the status (what this worker waits for) and its metrics."""
         self._calls.end_overdue()
+        if self._turn is not None:
+            self._turn.holds(self._slots.sequences())
         running, status, facts = self._slots.running, self._role.status, self._backend.facts
         if self.leases.stop.is_set():
             status.waiting(WaitKind.DRAIN, "running sequences", running)
@@ -231,6 +259,8 @@ class DecodeWorker:
             status.waiting(None)
         elif fetching := self._slots.fetching():
             status.waiting(WaitKind.PROMPTS, count=fetching)
+        elif self._has_more and self._turn is not None and self._turn.room() == 0:
+            status.waiting(WaitKind.SHARE)
         else:
             status.waiting(WaitKind.JOBS)
         status.fact(
@@ -316,6 +346,9 @@ class DecodeWorker:
             return
         facts, name = self._backend.facts, self._role.name
         usual, cut = self._role.config.sampling, prompt.truncated
+        if self._turn is not None:
+            new = len(output.sampled) - (len(request.so_far) if request.so_far else 0)
+            self._turn.ended(cost_of(max(0, new), len(output.prompt_token_ids) - output.cached_tokens))
         result = result_of(claim, held.job, request, output, facts=facts, worker=name, truncated=cut, usual=usual)
         times = result.timings
         if not held.job.adapter and (behind_s := self._weights.behind_s(result.versions)) is not None:

@@ -21,6 +21,7 @@ _SMOOTHING = 0.1  # of a run's usual cost, per sequence
 _PROMPT_COST = 0.5  # of a prefilled token, in sampled ones (VTC's)
 _OFFER_S = 0.1  # for a run to take its turn
 _ANSWER_S = 1.0  # for the broker to answer a claim
+_FULL_POLL_S, _LOOK_S = 0.1, 0.02  # between looks of one loop while the engine is full; the same over all loops
 _APART_S = 5.0  # for a run that has suspects and holds nothing to claim them
 
 
@@ -93,7 +94,9 @@ class FairShare:
         if self.apart is not None:
             return self.apart if self.free() == self.capacity else None
         waiting = [name for name, run in self._runs.items() if run.is_waiting and self.room(name) > 0]
-        return min(waiting, key=lambda name: (-self._runs[name].terms.priority, self._start(self._runs[name])), default=None)
+        return min(
+            waiting, key=lambda name: (-self._runs[name].terms.priority, self._start(self._runs[name])), default=None
+        )
 
     def asks(self, name: str, count: int) -> None:
         """The run claims up to so many sequences now."""
@@ -177,8 +180,13 @@ class Turns:
     """The loops of one worker's runs; used on one event loop."""
 
     share: FairShare
+    runs: int  # how many
     _loops: dict[str, _Loop] = field(default_factory=dict)
     _held: dict[str, Callable[[], int]] = field(default_factory=dict)
+
+    def polls(self, poll_s: float) -> dict[str, float]:
+        """How often each loop looks at its queue: all together about as often as one alone would."""
+        return {"poll_s": poll_s * self.runs, "full_poll_s": max(_FULL_POLL_S, _LOOK_S * self.runs)}
 
     def join(self, name: str, wake: Callable[[], None], held: Callable[[], int]) -> Turn:
         """`held`: jobs that the run's loop holds."""

@@ -25,6 +25,11 @@ from sluice.workers.model_files import check_directory
 
 async def work(config: Config, stop: asyncio.Event | None = None) -> None:
     """Run a decode worker until it is asked to stop, by a signal or by the given event."""
+    if config.worker.runs:
+        from sluice.workers.fleet import work_for_all
+
+        await work_for_all(config, stop)
+        return
     check_directory(config.model.path)
     with contextlib.ExitStack() as gpu:  # released last: the process holds GPU memory until the end
         async with role_process(config, "worker", default_name("worker"), stop) as role:

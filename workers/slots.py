@@ -57,10 +57,14 @@ class Slots:
 
     def room(self) -> int:
         """Sequences worth claiming now: up to one batch first (other workers may want some), then the lookahead."""
-        held = self.running + self._waiting
+        held = self.sequences()
         if held < self.max_batch:
             return self.max_batch - held
         return self.capacity - held if held <= self.engine_limit and self.capacity > self.max_batch else 0
+
+    def sequences(self) -> int:
+        """Running and waiting."""
+        return self.running + self._waiting
 
     def fetching(self) -> int:
         """Jobs whose prompt isn't ready."""

@@ -22,6 +22,7 @@ from sluice.pipeline.config.types import (
     PolicyConfig,
     RepeatTerminateConfig,
     TracingConfig,
+    WorkerConfig,
 )
 from sluice.pipeline.errors import ConfigError, as_one
 from sluice.pipeline.wire.messages import MAX_GROUP, MAX_PRIORITY, RESHAPING, SamplingParams
@@ -238,6 +239,22 @@ def _lora(config: Config) -> list[tuple[bool, str]]:
     ]
 
 
+_MOST_RUNS = 256  # of one engine: each has connections, a thread and an adapter
+
+
+def _fleet(worker: WorkerConfig) -> Iterator[tuple[bool, str]]:
+    yield (
+        not worker.runs or worker.lora == "requests",
+        "worker.runs needs worker.lora requests: each run's adapter is kept beside the base; set it",
+    )
+    yield len(worker.runs) <= _MOST_RUNS, f"worker.runs has {len(worker.runs)} entries; at most {_MOST_RUNS}"
+    for at, run in enumerate(worker.runs):
+        key = f"worker.runs[{at}]"
+        yield bool(run.config), f"{key}.config names no file; give the run's YAML file, or its directory"
+        yield 0 < run.weight < inf, f"{key}.weight must be a finite number > 0, got {run.weight}"
+        yield run.quota is None or run.quota >= 1, f"{key}.quota must be >= 1, or null for none, got {run.quota}"
+
+
 _ADAPTER_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 
 
@@ -259,12 +276,13 @@ def _adapters(config: Config) -> Iterator[tuple[bool, str]]:
         beside or not worker.adapters,
         "worker.adapters needs worker.lora requests: adapters are kept beside the base; set it",
     )
+    yield from _fleet(worker)
     yield (
-        not beside or bool(worker.adapters) or trainer.lora.enabled,
+        not beside or bool(worker.adapters) or trainer.lora.enabled or bool(worker.runs),
         "worker.lora requests without trainer.lora.rank or worker.adapters: there is no adapter; set one, or merged",
     )
     yield (
-        not beside or trainer.lora.enabled or trainer.external,
+        not beside or trainer.lora.enabled or trainer.external or bool(worker.runs),
         "worker.lora requests with a trainer of all weights: its versions would replace the base that the adapters "
         "belong to; set trainer.lora.rank, or trainer.external: true where nothing is trained",
     )

@@ -309,6 +309,15 @@ class ProducerConfig(Section, frozen=True, kw_only=True):
     poll_s: float = 0.05  # admission's polling interval
 
 
+class FleetRun(Section, frozen=True, kw_only=True):
+    """One of the runs that a fleet's workers serve: {config, weight, priority, quota}."""
+
+    config: str  # the run's YAML file, or its directory
+    weight: float = 1.0  # of its share of the tokens, against runs of the same priority
+    priority: int = 0  # its jobs go before those of runs with a lower one
+    quota: int | None = None  # sequences that all workers together decode at once; null: any number
+
+
 class WorkerConfig(Section, frozen=True, kw_only=True):
     """Decode workers; one process per engine."""
 
@@ -319,6 +328,7 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     logprobs_mode: Literal["raw", "processed"] = "raw"  # processed: at the sampling temperature; hf only
     lora: Literal["merged", "requests"] = "merged"  # of versions that are adapters; requests: kept beside the base
     adapters: dict[str, str] = {}  # name → directory of a LoRA adapter of model.path; callers choose one by `model`
+    runs: tuple[FleetRun, ...] = ()  # that this engine serves instead of the file's own run: docs/fleet.md
     max_batch: int = 32  # sequences that one engine decodes at once
     lease_s: float = 15.0  # a worker that is silent for this long loses its jobs
     renew_s: float = 5.0  # at most half of lease_s

@@ -231,6 +231,11 @@ class Role:
 async def role_process(config: Config, role: str, name: str, stop: asyncio.Event | None = None) -> AsyncGenerator[Role]:
     """The scope of one role process; with `stop` given, signals are the caller's business."""
     logs.configure(name)
+    if config.worker.runs:
+        raise ConfigError(
+            f"this is the file of a fleet's workers (worker.runs), and no run's: start `sluice worker` with it, and a "
+            f"{role} with the file of its run"
+        )
     connection.refuse_unsafe(config.broker, await connection.wait_ready(config.broker, config.run))
     async with contextlib.AsyncExitStack() as scope:
         client = connection.connect(config.broker, config.run)

@@ -36,6 +36,7 @@ from sluice.pipeline.telemetry.families import histogram, of_role, read
 from sluice.pipeline.thread_pool import lost_threads
 from sluice.pipeline.wire.trace import SpanRef
 
+_OF_PROCESS = "sluice_process_"
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _JOIN_S = 1.0
 _GRACE_S = 0.2
@@ -45,7 +46,7 @@ _NOT_HERE = b"this server has /metrics"
 class MetricsServer:
     """Serves a process's registry from construction on; `close` ends it."""
 
-    def __init__(self, host: str, port: int, telemetry: Telemetry) -> None:
+    def __init__(self, host: str, port: int, telemetry: Telemetry | RunsTelemetry) -> None:
         """Raises OSError."""
         family, _, _, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -71,14 +72,20 @@ class MetricsServer:
         self._listener.close()
 
 
-def _metrics_app(telemetry: Telemetry) -> ASGIApp:
-    metrics = cast(ASGIApp, prometheus_client.make_asgi_app(telemetry.registry))  # pyright: ignore[reportUnknownMemberType]
+def _metrics_app(telemetry: Telemetry | RunsTelemetry) -> ASGIApp:
+    def page(registry: CollectorRegistry) -> ASGIApp:
+        return cast(ASGIApp, prometheus_client.make_asgi_app(registry))  # pyright: ignore[reportUnknownMemberType]
+
+    metrics, runs = page(telemetry.registry), telemetry.runs if isinstance(telemetry, RunsTelemetry) else {}
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # no lifespan
         if scope["path"] == "/metrics":
             await metrics(scope, receive, send)
+            return
+        if (run := runs.get(scope["path"].removeprefix("/metrics/"))) is not None:
+            await page(run.registry)({**scope, "path": "/metrics"}, receive, send)
             return
         await send({"type": "http.response.start", "status": 404, "headers": [(b"content-type", b"text/plain")]})
         await send({"type": "http.response.body", "body": _NOT_HERE})
@@ -87,7 +94,7 @@ def _metrics_app(telemetry: Telemetry) -> ASGIApp:
 
 
 @contextlib.contextmanager
-def metrics_server(config: MetricsConfig, telemetry: Telemetry) -> Generator[str | None]:
+def metrics_server(config: MetricsConfig, telemetry: Telemetry | RunsTelemetry) -> Generator[str | None]:
     """The address ("host:port") where others reach this process's `/metrics`; None if it has none.
 
     Raises ConfigError for a configured address that isn't available.
@@ -100,7 +107,7 @@ def metrics_server(config: MetricsConfig, telemetry: Telemetry) -> Generator[str
             server.close()
 
 
-def _open(config: MetricsConfig, telemetry: Telemetry) -> MetricsServer | None:
+def _open(config: MetricsConfig, telemetry: Telemetry | RunsTelemetry) -> MetricsServer | None:
     try:
         return MetricsServer(config.host, config.port, telemetry)
     except (OSError, OverflowError, UnicodeError) as error:
@@ -144,6 +151,36 @@ class Telemetry:
         )
         for name, value in values.items():
             self._histograms[name].observe(value, exemplar)
+
+
+class RunsTelemetry:
+    """Those of the runs that one process serves: every series has the label `run`, the process's own once."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.runs: dict[str, Telemetry] = {}
+        ProcessCollector(namespace="sluice", registry=self.registry)
+        self.registry.register(_RunsCollector(self.runs))
+
+
+class _RunsCollector(Collector):
+    def __init__(self, runs: Mapping[str, Telemetry]) -> None:
+        self._runs = runs
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: otherwise a registry would collect to find out."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Families of all runs."""
+        found: dict[str, Metric] = {}
+        for run, telemetry in list(self._runs.items()):
+            for metric in telemetry.registry.collect():
+                if metric.name.startswith(_OF_PROCESS):
+                    continue
+                family = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                family.samples += [sample._replace(labels={"run": run, **sample.labels}) for sample in metric.samples]
+        yield from found.values()
 
 
 class _RoleCollector(Collector):

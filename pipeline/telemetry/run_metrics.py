@@ -43,13 +43,16 @@ def run_metrics(now: Snapshot) -> Iterator[Metric]:
 def targets(now: Snapshot) -> list[dict[str, Any]]:
     """Prometheus' HTTP service discovery: one group per live process; its `instance` is the process's name.
 
-    No `role` label: every metric of a process has it already, and Prometheus would rename that.
+    No `role` label: every metric of a process has it already, and Prometheus would rename that. A worker of several
+    runs serves this one's metrics at a path of their own.
     """
-    return [
-        {"targets": [address], "labels": {"run": now.run, "instance": row.name}}
-        for row in now.processes
-        if row.is_alive and (address := row.facts.get("metrics"))
-    ]
+    found: list[dict[str, Any]] = []
+    for row in now.processes:
+        if row.is_alive and (served := row.facts.get("metrics")):
+            address, slash, path = served.partition("/")
+            own = {"__metrics_path__": slash + path} if path else {}
+            found.append({"targets": [address], "labels": {"run": now.run, "instance": row.name, **own}})
+    return found
 
 
 def _single(now: Snapshot) -> dict[str, float | None]:

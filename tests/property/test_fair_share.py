@@ -87,7 +87,7 @@ def lengths(draw: random.Random, mean: int, count: int) -> list[int]:
 def test_twenty_runs_of_unequal_demand_get_their_weighted_shares(
     seed: int, weights: Sequence[float], means: Sequence[int]
 ) -> None:
-    """Jain's index of what each got of its share, by weight; ten always have jobs, ten ask for less than their share."""
+    """Jain's index of what each got of its share; ten always have jobs, ten ask for less than theirs."""
     draw, capacity, ticks = random.Random(seed), 32, 1500
     names = [f"r{number:02}" for number in range(20)]
     runs = {name: Terms(weight=weight) for name, weight in zip(names, weights, strict=True)}
@@ -179,7 +179,7 @@ def test_a_queue_of_bad_jobs_does_not_stay_first() -> None:
         share.holds("bad", 0)  # refused
         if name == "good":
             share.ended("good", 50.0)
-    assert 0.4 < turns["good"] / 200
+    assert turns["good"] / 200 > 0.4
 
 
 def test_a_run_that_does_not_come_is_passed_over() -> None:

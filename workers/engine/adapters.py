@@ -5,6 +5,7 @@
     load_adapter(name) ───┘  between two tokens; sequences of other policies aren't touched
 
 - The run's own policy has the name "". An adapter is a policy too, with a line of versions of its own.
+- On an engine that several runs share (fleet.py) each run's policy has a name too, that `run_policy` gives.
 - An engine without `AdapterRoom` has the run's policy alone, and merges a version that is an adapter into its weights.
 """
 
@@ -21,6 +22,7 @@ from sluice.pipeline.weights.adapter import Adapter
 from sluice.pipeline.weights.versions import ADAPTER_CONFIG, base_digest
 
 OWN = ""  # the name of the run's own policy
+_RUN = "@"  # no adapter's name begins with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Policies:
 
     def names(self) -> list[str]:
         """Those of adapters, sorted."""
-        return sorted(self._policies.keys() - {OWN})
+        return sorted(name for name in self._policies if not may_be_whole(name))
 
     def check_room(self, name: str, room: AdapterRoom) -> None:
         """Raises WeightsError if another adapter of this name would be one too many."""
@@ -89,6 +91,16 @@ class Policies:
     def versions(self) -> dict[str, int]:
         """Name -> version; that of the run's own policy under ""."""
         return {name: policy.version for name, policy in self._policies.items()}
+
+
+def run_policy(run: str) -> str:
+    """The name of a run's own policy on an engine that several runs share."""
+    return _RUN + run
+
+
+def may_be_whole(name: str) -> bool:
+    """Whether a version of this policy may be the base itself: version 0 of a run is."""
+    return name == OWN or name.startswith(_RUN)
 
 
 def not_served(name: str, names: list[str]) -> str:

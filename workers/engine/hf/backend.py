@@ -35,7 +35,7 @@ from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from sluice.pipeline.errors import EngineError, RequestError, SluiceError, TornWeights, WeightsError
 from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
-from sluice.workers.engine.adapters import OWN, AdapterRoom, Policy, check_whole, checked, is_adapter
+from sluice.workers.engine.adapters import OWN, AdapterRoom, Policy, check_whole, checked, is_adapter, may_be_whole
 from sluice.workers.engine.constraints import Grammars
 from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from sluice.workers.engine.hf.decoder import Decoder, Ended
@@ -479,7 +479,7 @@ class DecodeThread:
     ) -> None:
         """`policy` is that of the name from now on, with the directory's adapter. Raises WeightsError."""
         adapters, before = decoder.model.adapters, None
-        if name == OWN and not is_adapter(directory):
+        if may_be_whole(name) and not is_adapter(directory):
             check_whole(directory, self._directory)  # the base itself: no adapter
         else:
             policy = replace(

@@ -29,7 +29,7 @@ from sluice.pipeline.errors import ConfigError, EngineError, RequestError, TornW
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.weights.adapter import Adapter
 from sluice.pipeline.weights.versions import ADAPTER_CONFIG
-from sluice.workers.engine.adapters import OWN, AdapterRoom, Policy, check_whole, checked, is_adapter
+from sluice.workers.engine.adapters import OWN, AdapterRoom, Policy, check_whole, checked, is_adapter, may_be_whole
 from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from sluice.workers.engine.vllm.sequences import Sequences
 from sluice.workers.engine.vllm.startup import EngineLog, StartedEngine, start_engine
@@ -284,7 +284,7 @@ class Engine:
         """None: the base itself."""
         assert self._engine is not None
         base = Path(self._settings[0].path)
-        if name == OWN and not is_adapter(directory):
+        if may_be_whole(name) and not is_adapter(directory):
             check_whole(directory, base)
             return None
         found = checked(directory, base, self._room, self.sequences.policies, name)

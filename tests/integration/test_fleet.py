@@ -1,0 +1,195 @@
+"""One worker for several runs of one base, on a real broker: own adapters, own versions, and nobody's trouble shared."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.load import resolved_yaml
+from sluice.pipeline.config.types import BrokerConfig, Config, FleetRun, LoraConfig, MetricsConfig
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.queue import Credit, JobQueue
+from sluice.pipeline.status.snapshot import Snapshot, snapshot
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.versions import write_version
+from sluice.pipeline.wire.keys import ARQ_JOB, Keys
+from sluice.pipeline.wire.messages import DeadLetter, SamplingParams, SequenceResult, WeightVersion, decode
+from sluice.workers.fleet import members_of, work_for_all
+from tests.contract.engine_fixtures import reference, reference_logprobs
+from tests.contract.test_adapters import make
+from tests.factories import decode_job
+from tests.roles import eventually, run_config
+from tests.scraped import get
+from tests.tiny_models import save_tiny_model
+
+PLENTY = Credit(10_000, 10_000, 1)
+TOLERANCE = 1e-4  # nats a token
+
+
+@dataclass
+class Fleet:
+    """Runs on one broker, and the file of their workers."""
+
+    client: Any
+    config: Config
+    runs: dict[str, Keys]
+    configs: dict[str, Config]
+
+    async def enqueue(self, run: str, *names: str, n: int = 1, **changes: Any) -> None:
+        keys = self.runs[run]
+        jobs = [decode_job(f"{keys.run}:{name}", n=n, **changes) for name in names]
+        assert set(await JobQueue(self.client, keys).enqueue(jobs, PLENTY)) == {"enqueued"}
+
+    async def publish(self, run: str, directory: Path, version: int, **changes: Any) -> None:
+        keys, own = self.runs[run], self.configs[run]
+        owner = Ownership(self.client, keys, "trainer")
+        await self.client.delete(owner.key)
+        assert await owner.try_acquire()
+        manifest = WeightVersion(version=version, path="", digest="")
+        full = write_version(directory, Path(own.run_dir) / own.run / "weights", manifest)
+        await WeightsRegistry(self.client, keys).register(replace(full, **changes), owner.key, owner.nonce)
+
+    async def now(self, run: str) -> Snapshot:
+        return await snapshot(self.client, self.runs[run])
+
+    async def over(self, run: str, count: int) -> None:
+        async def holds() -> bool:
+            now = await self.now(run)
+            return now.committed + now.dead >= count
+
+        await eventually(holds, f"{count} sequences of {run} to end", 60.0)
+
+    async def results(self, run: str) -> list[SequenceResult]:
+        entries = await self.client.xrange(self.runs[run].results + "0")
+        found = [decode(SequenceResult, fields[b"r"]) for _, fields in entries if b"r" in fields]
+        assert len({one.seq_id for one in found}) == len(found), "a sequence was committed twice"
+        return found
+
+    @contextlib.asynccontextmanager
+    async def working(self) -> AsyncIterator[None]:
+        stop = asyncio.Event()
+        worker = asyncio.create_task(work_for_all(self.config, stop))
+        try:
+            yield
+        finally:
+            stop.set()
+            async with asyncio.timeout(30):
+                await worker
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def fleet(broker_config: BrokerConfig, client: Any, run_dir: Path, source: Path, tmp_path: Path) -> Fleet:
+    model, lora = {"path": str(source), "device": "cpu"}, LoraConfig(rank=4)
+    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0, "lora": "requests"}
+    runs = {name: Keys(f"{name}-{uuid.uuid4().hex[:8]}") for name in ("poetry", "prose", "plain", "broken")}
+    configs, entries = dict[str, Config](), list[FleetRun]()
+    for name, keys in runs.items():
+        configs[name] = run_config(broker_config, keys, run_dir, model=model, trainer={"lora": lora})
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(resolved_yaml(configs[name], secrets=True))
+        entries.append(FleetRun(config=str(file)))
+    config = run_config(
+        broker_config,
+        Keys("fleet"),
+        run_dir,
+        model=model,
+        worker={**worker, "runs": tuple(entries)},
+        metrics=MetricsConfig(host="127.0.0.1"),
+    )
+    return Fleet(client, config, runs, configs)
+
+
+def assert_of(result: SequenceResult, model: Any) -> None:
+    """Every token has the logprob that this model gives it."""
+    wanted = reference_logprobs(model, list(result.prompt_token_ids), list(result.token_ids)).tolist()
+    assert list(result.logprobs) == pytest.approx(wanted, abs=TOLERANCE)
+
+
+async def test_each_run_has_its_own_adapter_and_one_in_trouble_stops_no_other(
+    fleet: Fleet, source: Path, tmp_path: Path
+) -> None:
+    models = {name: make(source, tmp_path / name, seed) for seed, name in enumerate(("poetry", "prose"), 1)}
+    await fleet.publish("poetry", tmp_path / "poetry", 1)
+    await fleet.publish("prose", tmp_path / "prose", 7)
+    broken = fleet.runs["broken"]
+    await fleet.client.set(broken.jobs, "this is no queue")
+    plain = fleet.runs["plain"]
+    await fleet.client.set(ARQ_JOB + f"{plain.run}:junk", b"junk")
+    await fleet.client.zadd(plain.jobs, {f"{plain.run}:junk": 1})
+    await fleet.enqueue("plain", *(f"bad{k}" for k in range(20)), sampling=SamplingParams(max_new_tokens=100_000))
+    for run in ("poetry", "prose", "plain"):
+        await fleet.enqueue(run, "a", "b", "c", n=3)
+    async with fleet.working():
+        await asyncio.gather(fleet.over("poetry", 9), fleet.over("prose", 9), fleet.over("plain", 9 + 21))
+        # A version that isn't what its manifest says: its run keeps the one before, the others know nothing of it.
+        await fleet.publish("prose", tmp_path / "poetry", 8, digest="0" * 64)
+        make(source, tmp_path / "next", 9)
+        await fleet.publish("poetry", tmp_path / "next", 2)
+        rows = await fleet.now("poetry")
+
+        async def loaded() -> bool:
+            return (await fleet.now("poetry")).processes[0].facts.get("version") == 2
+
+        await eventually(loaded, "the next version of one run")
+        for run in ("poetry", "prose"):
+            await fleet.enqueue(run, "late", n=2)
+        await asyncio.gather(fleet.over("poetry", 11), fleet.over("prose", 11))
+        facts = rows.processes[0].facts
+        address, slash, path = facts["metrics"].partition("/")
+        own, all_runs = await get(address, slash + path), await get(address)
+    for run, model, version in (
+        ("poetry", models["poetry"], 1),
+        ("prose", models["prose"], 7),
+        ("plain", reference(source), 0),
+    ):
+        found = [one for one in await fleet.results(run) if ":late:" not in one.seq_id]
+        assert len(found) == 9
+        for one in found:
+            assert set(one.versions) == {version}
+            assert_of(one, model)
+    late = {run: [one for one in await fleet.results(run) if ":late:" in one.seq_id] for run in ("poetry", "prose")}
+    assert [{*one.versions} for run in late for one in late[run]] == [{2}, {2}, {7}, {7}]
+    assert all(not math.isnan(sum(one.logprobs)) for run in late for one in late[run])
+    letters = await fleet.client.xrange(plain.dead)
+    assert len({decode(DeadLetter, fields[b"d"]).seq_id for _, fields in letters}) == 21
+    run = fleet.runs["poetry"].run
+    assert 'sluice_decoded_sequences_total{role="worker"} 11.0' in own
+    assert f'sluice_decoded_sequences_total{{role="worker",run="{run}"}} 11.0' in all_runs
+    assert all_runs.count("\nsluice_process_open_fds ") == 1
+
+
+async def test_a_run_that_does_not_fit_is_refused_by_name_with_every_reason(
+    fleet: Fleet, tmp_path: Path, broker_config: BrokerConfig, run_dir: Path, source: Path
+) -> None:
+    other = save_tiny_model(tmp_path / "other", seed=5)
+    odd = run_config(broker_config, Keys("odd"), run_dir, model={"path": str(other)})
+    file = tmp_path / "odd.yaml"
+    file.write_text(resolved_yaml(odd, secrets=True))
+    entries = fleet.config.worker.runs
+    more = (*entries, FleetRun(config=str(file)), entries[0], FleetRun(config=str(tmp_path / "none.yaml")))
+    with pytest.raises(ConfigError) as raised:
+        members_of(replace(fleet.config, worker=replace(fleet.config.worker, runs=more)))
+    said = str(raised.value)
+    for part in (
+        "run 'odd'",
+        "it trains all weights, and only adapters are kept beside the base; set trainer.lora.rank",
+        "has the weights",
+        f"worker.runs has the run {fleet.runs['poetry'].run!r} twice",
+        "none.yaml",
+    ):
+        assert part in said
