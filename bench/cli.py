@@ -274,6 +274,27 @@ def truth(
 
 
 @app.command
+def fleet(
+    *,
+    json: AsJson = False,
+    runs: Annotated[int, Parameter(help="Runs that share the workers.")] = 20,
+    workers: Annotated[int, Parameter(help="Worker processes; each serves all runs.")] = 1,
+    seconds: Annotated[float, Parameter(help="Measured in each round, after as many that warm up.")] = 20.0,
+    rounds: Annotated[int, Parameter(help="Rounds of alternating sides.")] = 3,
+    quick: Quick = False,
+) -> None:
+    """How fairly workers that serve many runs (`worker.runs`) divide their tokens, and what serving many costs.
+
+    Runs of weight 1, 2 or 4 whose jobs have 8 to 64 tokens and 1 to 4 sequences: every other one always has jobs, the
+    rest ask for 20 to 80 % of their share. `jain` is Jain's index of what each got, over what weighted max-min fairness
+    gives it. `rate_share` is their tokens/s over those of the same workers with one run, in turns. About 5 minutes.
+
+    Example: `sluice bench fleet --runs 20 --workers 2 --json`
+    """
+    _run("fleet", locals())
+
+
+@app.command
 def weights(
     *,
     json: AsJson = False,

@@ -363,18 +363,25 @@ def dashboard(
 
     With RUNS and without a configuration it shows the first of them, or the newest of a directory; with both, the
     configuration's run. Its page of runs lists them all, and draws the curves of several over each other.
+    With a fleet's file (`worker.runs`) a page has all runs of the fleet; the other pages show the first of them.
 
     Example: `sluice dashboard -c configs/text.yaml --set dashboard.port=8091`
     Example: `sluice dashboard .sluice/runs`
     """
     import asyncio
 
+    from msgspec.structs import replace as changed
+
     from sluice.consumers.dashboard.app import dashboard as serve
     from sluice.consumers.dashboard.runs import chosen_run
     from sluice.pipeline.config import load_config
-    from sluice.pipeline.config.run_origin import named_run
+    from sluice.pipeline.config.run_origin import named_run, run_named
 
     given = load_config(config, overrides)
+    if given.worker.runs:  # a fleet's file: the first of its runs, and a page of them all
+        shown = changed(run_named(given.worker.runs[0].config), dashboard=given.dashboard)
+        asyncio.run(serve(shown, allow_actions=allow_actions, others=runs, fleet_of=given))
+        return
     if (named := named_run(config)) is not None:
         runs, config = (named, *runs), None
     shown, directory = chosen_run(given, runs, overrides) if runs and config is None else (given, None)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 _SMOOTHING = 0.1  # of a run's usual cost, per sequence
-_PROMPT_COST = 0.5  # of a prefilled token, in sampled ones (VTC's)
+_PROMPT_COST = 0.1  # of a prefilled token, in sampled ones: a pass prefills many at once
 _OFFER_S = 0.1  # for a run to take its turn
 _ANSWER_S = 1.0  # for the broker to answer a claim
 _FULL_POLL_S, _LOOK_S = 0.1, 0.02  # between looks of one loop while the engine is full; the same over all loops

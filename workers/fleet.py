@@ -26,8 +26,7 @@ import structlog
 from msgspec.structs import replace as changed
 
 from sluice.pipeline import logs
-from sluice.pipeline.config.load import load_config
-from sluice.pipeline.config.run_origin import named_run, placed
+from sluice.pipeline.config.run_origin import run_named
 from sluice.pipeline.config.types import Config, FleetRun, MetricsConfig
 from sluice.pipeline.errors import BrokerError, ConfigError, EngineError, SluiceError, as_one, first_cause
 from sluice.pipeline.images.writer import images_of_run
@@ -65,9 +64,7 @@ class Member:
     def of(cls, fleet: Config, entry: FleetRun) -> Member:
         """Raises ConfigError for a run that this fleet's engine can't serve, with every reason."""
         try:
-            own = load_config(entry.config)
-            if (directory := named_run(Path(entry.config))) is not None:
-                own = placed(own, directory)
+            own = run_named(entry.config)
         except (ConfigError, BrokerError) as error:
             raise ConfigError(f"worker.runs: {entry.config}: {error}") from error
         if odd := list(_why_not(fleet, own)):

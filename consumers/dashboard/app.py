@@ -20,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from sluice import __version__
-from sluice.consumers.dashboard import dead_letters, jobs, overview, render, runs, sequences, workers
+from sluice.consumers.dashboard import dead_letters, fleet, jobs, overview, render, runs, sequences, workers
 from sluice.consumers.dashboard.auth import KEY_NAME, Gate, SafeHeaders, check_host
 from sluice.consumers.dashboard.monitor import Monitor
 from sluice.consumers.dashboard.render import STATIC, Live, add_problem_pages
@@ -35,17 +35,23 @@ from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.status.run_end import run_directory
 from sluice.pipeline.wire.waits import WaitKind
 
-PAGES = (overview, jobs, sequences, workers, dead_letters, runs, render)
+PAGES = (overview, jobs, sequences, workers, dead_letters, runs, fleet, render)
 _GRACE_S, _LOOK_S = 3.0, 2.0
 _PORT_KEY = "dashboard.port"
 
 
-def make_app(monitor: Monitor, key: str | None = None, *, allow_actions: bool = False) -> ASGIApp:
-    """`key`: required of every request but /health; None: only this machine has access, see auth.py."""
+def make_app(
+    monitor: Monitor, key: str | None = None, *, allow_actions: bool = False, fleet_of: Config | None = None
+) -> ASGIApp:
+    """`key`: required of every request but /health; None: only this machine has access, see auth.py.
+
+    `fleet_of`: the configuration with `worker.runs`, if this dashboard shows a fleet.
+    """
     config = monitor.config.dashboard
     app = FastAPI(title="Sluice dashboard", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.monitor, app.state.allow_actions = monitor, allow_actions
     app.state.live = Live(monitor)
+    app.state.fleet = None if fleet_of is None else fleet.FleetLooks(fleet_of)
     app.add_middleware(BodyLimit, max_bytes=int(config.max_body_mb * (1 << 20)))
     app.add_middleware(HostGate, names=config.hosts, setting="dashboard.hosts", has_key=key is not None)
     app.add_middleware(Gate, key=key)
@@ -70,10 +76,12 @@ async def dashboard(
     stop: asyncio.Event | None = None,
     others: Sequence[Path] = (),
     directory: Path | None = None,
+    fleet_of: Config | None = None,
 ) -> None:
     """Serve until asked to stop, by a signal or by the given event. Raises ConfigError.
 
     `others`: directories of runs to compare with; `directory`: of the run's files, if not where `config` says.
+    `fleet_of`: as in `make_app`.
     """
     key = os.environ.get(KEY_NAME) or None
     check_host(config.dashboard, key)
@@ -94,6 +102,7 @@ async def dashboard(
                         listener=ours,
                         stored_at=at,
                         directory=directory,
+                        fleet_of=fleet_of,
                     )
             if not began.is_set():
                 return
@@ -109,6 +118,7 @@ async def run_dashboard(
     listener: socket.socket | None = None,
     stored_at: float | None = None,
     directory: Path | None = None,
+    fleet_of: Config | None = None,
 ) -> None:
     """The dashboard inside an existing role, on this socket or a new one.
 
@@ -117,7 +127,7 @@ async def run_dashboard(
     directory = directory or run_directory(role.config)
     config, reader = role.config.dashboard, HistoryReader(directory / HISTORY)
     monitor = Monitor(role.config, role.client, reader, directory)
-    monitor.others, monitor.stored_at = others, stored_at
+    monitor.others, monitor.stored_at, monitor.has_fleet = others, stored_at, fleet_of is not None
     role.spawn(monitor.run())
     role.spawn(monitor.keep_index())
     role.spawn(_close_streams(role, monitor))
@@ -130,7 +140,7 @@ async def run_dashboard(
         on_ready(port)
 
     actions = (allow_actions or config.allow_actions) and stored_at is None
-    app = make_app(monitor, key, allow_actions=actions)
+    app = make_app(monitor, key, allow_actions=actions, fleet_of=fleet_of)
     socket_ = listener or bind(config.host, config.port, _PORT_KEY)
     try:
         with contextlib.closing(socket_):

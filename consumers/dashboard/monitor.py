@@ -104,6 +104,7 @@ class Monitor:
         self.curves = RunCurves(self.directory, self.index)
         self.timeline = Timeline(self.directory / HISTORY)
         self.others: Sequence[Path] = ()  # directories of more runs to compare with
+        self.has_fleet = False  # this run is the first of a fleet's, which have a page
         self.times: list[tuple[str, float]] = []  # mean seconds of a sequence by what they were spent on
         self._timed_at = -math.inf
         self.newest = Snapshot(run=config.run, state="new")  # until the first one

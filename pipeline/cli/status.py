@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from sluice.pipeline.cli.options import ConfigPath, Json, Overrides, RunDir, reading, run_config
+from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.terminal import say
+
+if TYPE_CHECKING:
+    from sluice.pipeline.config import Config
 
 Why = Annotated[
     bool,
@@ -38,6 +42,8 @@ def status(
     1 when it is stuck or about to be, 4 when the broker doesn't answer. It only reads, and uses no space in the broker.
     After the end of a run with an embedded broker it shows what that stored last, and so do `top` and `dlq list`.
 
+    Of a fleet's file (`worker.runs`) it shows a line for each run; `--why` and `top` are for one run at a time.
+
     `--json` prints all of it as one object, with `stalls`, up to 20 leases (the oldest first), and with `--why` also
     `verdict`. `--health` is for container health checks.
 
@@ -49,6 +55,8 @@ def status(
     from sluice.pipeline.terminal import print_json
 
     settings = run_config(run, config, overrides)
+    if settings.worker.runs:
+        return _of_fleet(settings, why=why, as_json=as_json, health=health)
     if health is not None:
         return 0 if report.is_healthy(report.look(settings), health) else 1
     with reading(settings) as settings:
@@ -67,6 +75,25 @@ def status(
     return 0 if found.verdict.is_healthy else 1
 
 
+def _of_fleet(settings: Config, *, why: bool, as_json: bool, health: str | None) -> int:
+    import asyncio
+
+    from sluice.pipeline.status import fleet, report
+    from sluice.pipeline.terminal import print_json
+
+    if why:
+        raise ConfigError("--why is for one run: name a run of the fleet by its directory or its file")
+    looks = asyncio.run(fleet.look(settings))
+    if health is not None:
+        return 0 if any(each.now is not None and report.is_healthy(each.now, health) for each in looks) else 1
+    fleet.answering(looks)
+    if as_json:
+        print_json(fleet.as_json(looks))
+    else:
+        say(fleet.as_text(looks))
+    return 0
+
+
 Once = Annotated[
     bool,
     Parameter(negative="", show_default=False, help="Print one frame as plain text and exit."),
@@ -83,6 +110,8 @@ def top(run: RunDir = None, /, *, config: ConfigPath = None, overrides: Override
     Example: `sluice top -c configs/text.yaml --once`
     """
     settings = run_config(run, config, overrides)
+    if settings.worker.runs:
+        raise ConfigError("top is for one run: name a run of the fleet by its directory or its file")
     if once:
         from sluice.pipeline.top.panels import print_once
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from sluice.pipeline.config.load import RESOLVED, hide_password, is_run
+from sluice.pipeline.config.load import RESOLVED, hide_password, is_run, load_config
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.files import write_atomic
@@ -56,6 +56,12 @@ def named_run(given: Path | None) -> Path | None:
     if is_run(given):
         return given
     return given.parent if given.name == RESOLVED and (given.parent / ORIGIN).is_file() else None
+
+
+def run_named(name: str) -> Config:
+    """The configuration of a run that is named by its file or its directory. Raises ConfigError, BrokerError."""
+    config, directory = load_config(name), named_run(Path(name))
+    return config if directory is None else placed(config, directory)
 
 
 def placed(config: Config, directory: Path) -> Config:

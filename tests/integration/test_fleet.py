@@ -1,4 +1,4 @@
-"""One worker for several runs of one base, on a real broker: own adapters, own versions, and nobody's trouble shared."""
+"""One worker for several runs of one base, on a real broker: own adapters and versions, and no trouble shared."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 
+from sluice.consumers.dashboard.app import make_app
+from sluice.consumers.dashboard.monitor import Monitor
+from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.run_files import HISTORY
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.load import resolved_yaml
 from sluice.pipeline.config.types import BrokerConfig, Config, FleetRun, LoraConfig, MetricsConfig
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.queue import Credit, JobQueue
+from sluice.pipeline.status.fleet import as_json, as_text, look, workers
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.versions import write_version
@@ -30,6 +35,7 @@ from tests.contract.test_adapters import make
 from tests.factories import decode_job
 from tests.roles import eventually, run_config
 from tests.scraped import get
+from tests.served import served
 from tests.tiny_models import save_tiny_model
 
 PLENTY = Credit(10_000, 10_000, 1)
@@ -152,6 +158,12 @@ async def test_each_run_has_its_own_adapter_and_one_in_trouble_stops_no_other(
         facts = rows.processes[0].facts
         address, slash, path = facts["metrics"].partition("/")
         own, all_runs = await get(address, slash + path), await get(address)
+        looks = await look(fleet.config)
+        directory = Path(fleet.configs["poetry"].run_dir) / fleet.runs["poetry"].run
+        monitor = Monitor(fleet.configs["poetry"], fleet.client, HistoryReader(directory / HISTORY))
+        monitor.has_fleet = True
+        async with served(make_app(monitor, fleet_of=fleet.config)) as server:
+            pages = [await get(f"127.0.0.1:{server.port}", path) for path in ("/fleet", "/fleet/live")]
     for run, model, version in (
         ("poetry", models["poetry"], 1),
         ("prose", models["prose"], 7),
@@ -171,6 +183,14 @@ async def test_each_run_has_its_own_adapter_and_one_in_trouble_stops_no_other(
     assert 'sluice_decoded_sequences_total{role="worker"} 11.0' in own
     assert f'sluice_decoded_sequences_total{{role="worker",run="{run}"}} 11.0' in all_runs
     assert all_runs.count("\nsluice_process_open_fds ") == 1
+    assert {each.name: each.now is not None and workers(each.now) for each in looks} == {
+        keys.run: name != "broken" for name, keys in fleet.runs.items()
+    }
+    text, shown = as_text(looks), as_json(looks)
+    for keys in fleet.runs.values():
+        assert keys.run in text
+        assert all(keys.run in page for page in pages)
+    assert sum(one["share"] or 0 for one in cast("list[Any]", shown["runs"])) == pytest.approx(1)
 
 
 async def test_a_run_that_does_not_fit_is_refused_by_name_with_every_reason(
