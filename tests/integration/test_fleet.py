@@ -22,7 +22,7 @@ from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.load import resolved_yaml
 from sluice.pipeline.config.types import BrokerConfig, Config, FleetRun, LoraConfig, MetricsConfig
 from sluice.pipeline.errors import ConfigError
-from sluice.pipeline.queue import Credit, JobQueue
+from sluice.pipeline.queue import Credit, Finished, JobQueue
 from sluice.pipeline.status.fleet import as_json, as_text, look, workers
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.weights.registry import WeightsRegistry
@@ -32,7 +32,7 @@ from sluice.pipeline.wire.messages import DeadLetter, SamplingParams, SequenceRe
 from sluice.workers.fleet import members_of, work_for_all
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.contract.test_adapters import make
-from tests.factories import decode_job
+from tests.factories import decode_job, sequence_result
 from tests.roles import eventually, run_config
 from tests.scraped import get
 from tests.served import served
@@ -213,3 +213,19 @@ async def test_a_run_that_does_not_fit_is_refused_by_name_with_every_reason(
         "none.yaml",
     ):
         assert part in said
+
+
+async def test_a_quota_is_of_all_workers_together_and_looking_takes_nothing(client: Any, keys: Keys) -> None:
+    one, other = JobQueue(client, keys, worker="one"), JobQueue(client, keys, worker="other")
+    assert set(await one.enqueue([decode_job(f"{keys.run}:{k}", n=2) for k in "abcd"], PLENTY)) == {"enqueued"}
+    assert not (await one.claim(0, 30, 3)).more
+    assert (await one.claim(0, 30, 3, quota=4, looks=True)).more
+    first = (await one.claim(8, 30, 3, quota=4)).claims
+    assert [claim.job_id.rpartition(":")[2] for claim in first] == ["a", "b"]
+    full = await other.claim(8, 30, 3, quota=4, looks=True)
+    assert (full.claims, full.more) == ([], False)
+    assert not (await other.claim(0, 30, 3, quota=4, looks=True)).more
+    ended = [Finished(first[0], sequence_result(first[0].job_id, index, 2)) for index in range(2)]
+    assert await one.commit(ended) == ["ok", "ok"]
+    assert [claim.job_id.rpartition(":")[2] for claim in (await other.claim(8, 30, 3, quota=4)).claims] == ["c"]
+    assert len((await other.claim(8, 30, 3)).claims) == 1  # none

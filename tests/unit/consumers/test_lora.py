@@ -337,6 +337,10 @@ def test_an_adapters_dropout_is_random_in_training_alone(source: Path) -> None:
         ("worker.adapters.policy=/x", "worker.adapters.policy: this name means the policy"),
         ("worker.adapters.a/b=/x", "worker.adapters.a/b: use 1-64 letters"),
         ("worker.adapters.a=''", "worker.adapters.a names no directory"),
+        ('worker.runs=[{"config":"a.yaml"}]', "worker.runs needs worker.lora requests"),
+        ('worker.runs=[{"config":""}]', r"worker.runs\[0\].config names no file"),
+        ('worker.runs=[{"config":"a","weight":0}]', r"worker.runs\[0\].weight must be a finite number > 0, got 0"),
+        ('worker.runs=[{"config":"a","quota":0}]', r"worker.runs\[0\].quota must be >= 1, or null for none, got 0"),
         (
             "trainer.lora.dropout=0.1 policy.enabled=true policy.mismatch=mask",
             "policy.mismatch mask with trainer.lora.dr",
