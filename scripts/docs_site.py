@@ -36,7 +36,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "training-distributed",
     ),
     "Extend it": ("tasks", "plugins", "remote-rollouts", "clients", "handoff", "architecture"),
-    "Operate it": ("queue", "weights", "failures", "security", "kubernetes", "tuning", "audit", "traces"),
+    "Operate it": ("queue", "weights", "failures", "security", "kubernetes", "fleet", "tuning", "audit", "traces"),
     "Look it up": ("cli", "config", "metrics", "wire", "measured", "project/changelog"),
     "Why it is so": ("decisions/index",),
 }

@@ -55,6 +55,7 @@ TIERS = {
             "unit/bench/test_bench_guard.py",
             "unit/bench/test_bench_proximal.py",
             "unit/bench/test_crash_bench.py::test_a_run",
+            "unit/bench/test_fleet_bench.py::test_a_small",
             "unit/bench/test_images_bench.py",
             "unit/bench/test_operate_bench.py",
             "unit/bench/test_pipeline_bench.py",
