@@ -98,7 +98,7 @@ class DecodeWorker:
         self._images_away_at: float | None = None  # monotonic seconds of the last failure; None: images are reached
         self._slots = Slots(role.config.worker.max_batch)
         place: dict[str, Any] = {"client": role.client, "keys": role.keys, "config": role.config}
-        polls = {} if turns is None else turns.polls(role.config.worker.poll_s)
+        polls: dict[str, Any] = {} if turns is None else turns.polls(role.config.worker.poll_s)
         self.leases = LeasedWorker(**place, **polls, name=role.name, stop=role.stop)
         self._turn = turns and turns.join(role.config.run, self.leases.wake.set, lambda: len(self.held()))
         arq = arq_settings([func(self._ping, name="ping")], **place)
