@@ -11,7 +11,7 @@
 --          foreign: its payload must still be read (settle.lua), tries used up}
 local owner, worker, lease = ARGV[FIRST], ARGV[FIRST + 1], tonumber(ARGV[FIRST + 2])
 local capacity, most = tonumber(ARGV[FIRST + 3]), tonumber(ARGV[FIRST + 4])
-local has_room = capacity > 0
+local beyond_quota = 0 -- of that capacity
 local held, MOST_AT_ONCE = tonumber(ARGV[FIRST + 5]), 100
 local call, now, out, given, more, over = ARGV[FIRST + 6], now_ms(), {}, {}, 0, 0
 local watch_ms, prefix_wait_ms = tonumber(ARGV[FIRST + 8]), tonumber(ARGV[FIRST + 9])
@@ -195,7 +195,7 @@ over = over + ended
 
 local function answer_with(jobs_given, finish_first)
   local again = 0
-  if not has_room then
+  if capacity + beyond_quota <= 0 then
     stand_down(owner)
   elseif watch_ms > 0 then
     again = look_again(owner, held + #given > 0, watch_ms)
@@ -209,7 +209,8 @@ come_due(jobs, now)
 come_due(alone, now)
 if quota > 0 and (capacity > 0 or looks) then
   local left = quota - leased()
-  capacity, looks = math.min(capacity, left), looks and left > 0
+  beyond_quota = math.max(0, capacity - left)
+  capacity, looks = capacity - beyond_quota, looks and left > 0
 end
 local apart, finish_first = suspects()
 if apart then return answer_with(apart, finish_first) end
