@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from sluice.pipeline.broker.embedded import find_server
@@ -22,15 +23,27 @@ def free_ports(count: int) -> list[int]:
 
 
 class KillableBroker:
-    """A broker on a fixed port that can be killed and started again on its own data."""
+    """A broker on a fixed port that can be killed and started again on its own data.
 
-    def __init__(self, directory: Path) -> None:
-        [self.port] = free_ports(1)
+    `address`: where it listens; `wrap` makes its command one that runs there.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        address: str = "127.0.0.1",
+        port: int | None = None,
+        wrap: Callable[[list[str]], list[str]] = list,
+    ) -> None:
+        self.address, self.port, self._wrap = address, port or free_ports(1)[0], wrap
         self._options = [
             "--port",
             str(self.port),
             "--bind",
-            "127.0.0.1",
+            address,
+            "--protected-mode",
+            "no",
             "--dir",
             str(directory),
             "--appendonly",
@@ -41,10 +54,11 @@ class KillableBroker:
     @property
     def url(self) -> str:
         """Where it listens, also while it is down."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{self.address}:{self.port}/0"
 
     def start(self) -> None:
-        self._process = subprocess.Popen([find_server(), *self._options], stdout=subprocess.DEVNULL)
+        command = self._wrap([find_server(), *self._options])
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def signal(self, number: int) -> None:
         """SIGSTOP stalls it, SIGCONT lets it go on."""

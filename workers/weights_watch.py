@@ -138,7 +138,7 @@ class WeightsWatch:
         fetched = time.monotonic()
         await backend.load_weights(directory, version, probe, manifest.parent)
         spent = {"fetch_s": round(fetched - started, 3), "load_s": round(time.monotonic() - fetched, 3)}
-        behind_s = round(time.time() - manifest.published_at, 3) if manifest.published_at else 0.0
+        behind_s = round(self._role.status.broker_time() - manifest.published_at, 3) if manifest.published_at else 0.0
         self._role.tracing.send(version_spans("load", manifest, self._role.name, began, time.time()))
         await asyncio.to_thread(self._carrier.keep, manifest)
         return behind_s, spent

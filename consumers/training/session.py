@@ -393,7 +393,8 @@ class Session:
         return step_ref(self._config.run, step).carrier() if self._role.tracing.enabled else {}
 
     def _trace_version(self, manifest: WeightVersion) -> None:
-        self._role.tracing.send(version_spans("publish", manifest, self._role.name, manifest.published_at, time.time()))
+        name, now = self._role.name, self._role.status.broker_time()
+        self._role.tracing.send(version_spans("publish", manifest, name, manifest.published_at, now))
 
     def _split(self, finished: Collection[str]) -> tuple[list[Taken], list[Taken]]:
         """The given batches of which nothing is left once these ids are finished, and the rest of the others."""
@@ -708,7 +709,7 @@ class Session:
             branch=state.branch,
             step=state.step,
             trace=self._step_trace(state.step),
-            published_at=time.time(),
+            published_at=self._role.status.broker_time(),
             shards=dict(weights.shards),
             dtype=weights.dtype,
         )

@@ -87,12 +87,11 @@ async def take_part(
     until, is_longer, warned = time.monotonic() + wait_s, False, False
     seen, since, still = b"", math.inf, b""  # what old rows say, from when on, and what the script is told of it
     while True:
-        status.row.at = time.time()
         names = AgreeKeys(contract=keys.contract, processes=keys.processes, rollouts=keys.rollouts)
         request = Agree(
             contract=msgspec.json.encode(mine),
             name=status.row.name,
-            row=msgspec.json.encode(status.row),
+            row=msgspec.json.encode(await status.announcement()),
             alive_ms=int(ALIVE_S * 1000),
             results_of=keys.results,
             onlookers=f",{','.join(ONLOOKERS)},",

@@ -198,6 +198,31 @@ def _broker_full(now: Snapshot, stall: Stall) -> StallText:
     return StallText(full, f"it has refused {counted(refused, 'write')} so far" if refused else "", FULL_REMEDY)
 
 
+_READ_ONLY = {
+    "disk": (
+        "its disk is full or failing",
+        "free its disk: it takes writes again by itself; its log and `redis-cli info persistence` say more",
+    ),
+    "replica": (
+        "it is a replica",
+        "set REDIS_URL to the primary, or set broker.sentinel_master to follow it; if a failover is under way, it "
+        "resolves by itself",
+    ),
+    "alone": (
+        "it has fewer replicas than min-replicas-to-write asks for",
+        "start its replicas, or reconnect them; or lower min-replicas-to-write",
+    ),
+}
+
+
+def _broker_read_only(now: Snapshot, stall: Stall) -> StallText:
+    """Ages of heartbeats mean nothing then."""
+    why, remedy = _READ_ONLY[now.broker.read_only] if now.broker and now.broker.read_only else ("", "")
+    return StallText(
+        f"the broker refuses all writes: {why}", "every process waits and continues once it takes writes again", remedy
+    )
+
+
 def _unreadable(now: Snapshot, stall: Stall) -> StallText:
     some = "; ".join(now.unreadable[:_SHOWN_ENTRIES])
     more = f"; and {len(now.unreadable) - _SHOWN_ENTRIES} more" if len(now.unreadable) > _SHOWN_ENTRIES else ""
@@ -359,6 +384,7 @@ def _runs_alone(now: Snapshot, stall: Stall) -> StallText:
 
 _STALLS: dict[StallKind, Callable[[Snapshot, Stall], StallText]] = {
     "broker_full": _broker_full,
+    "broker_read_only": _broker_read_only,
     "unreadable": _unreadable,
     "process_failed": _failed,
     "guard_refused": _failed,

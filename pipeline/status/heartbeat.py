@@ -1,4 +1,8 @@
-"""The heartbeat: once a second, each process reports that it is alive, and what it waits for since when."""
+"""The heartbeat: once a second, each process reports that it is alive, and what it waits for since when.
+
+Times of a published row are by the broker's clock: whoever judges a row's age asks that clock, and a host's own may be
+off by hours. Each beat measures by how much.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +43,19 @@ _NUMBERS = frozenset((
 ))  # fmt: skip
 _WORDS_OF = frozenset(("owner", "engine", "repeat_terminate", "metrics", "url"))
 # A script that first frees memory may still write when the broker is full: a row replaces itself.
-_PUT = "redis.call('HDEL', KEYS[1], ARGV[1]) return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
+_PUT = """
+local t = redis.call('TIME')
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return t
+"""
 
 
 _RowT = TypeVar("_RowT", bound="Heartbeat")
 
 
 class Heartbeat(msgspec.Struct, kw_only=True):
-    """What each process reports once a second, in the hash `processes`; times are Unix seconds."""
+    """What each process reports once a second, in the hash `processes`; times are Unix s by the broker's clock."""
 
     role: str
     name: str
@@ -87,10 +96,14 @@ def read_row(raw: bytes, kind: type[_RowT]) -> _RowT:
 
 
 class StatusReporter:
-    """Publishes this process's heartbeat; `waiting` names the cause of every wait."""
+    """Publishes this process's heartbeat; `waiting` names the cause of every wait.
+
+    Times in `row` are by this host's clock, those of what is published by the broker's.
+    """
 
     def __init__(self, client: Redis, keys: Keys, role: str, name: str) -> None:
         self._client, self._keys, self._unreadable = client, keys, Unreadable()
+        self._ahead_s: float | None = None  # this host's clock before the broker's
         self.row = Heartbeat(
             role=role, name=name, pid=os.getpid(), host=socket.gethostname(), started=time.time(), facts={}
         )
@@ -109,18 +122,40 @@ class StatusReporter:
         """Numbers for status pages: version, tokens, step, …"""
         self.row.facts.update(facts)
 
+    def broker_time(self) -> float:
+        """Unix s by the broker's clock, as measured by the last beat; this host's before the first one."""
+        return time.time() - (self._ahead_s or 0.0)
+
+    async def announcement(self) -> Heartbeat:
+        """The row as it is published now."""
+        if self._ahead_s is None:
+            self._compare_clocks(await cast("Awaitable[Any]", cast(Any, self._client).time()), 0.0)
+        ahead_s, self.row.at = self._ahead_s or 0.0, time.time()
+        row = replace(self.row, started=self.row.started - ahead_s, at=self.row.at - ahead_s)
+        row.ended_at = None if row.ended_at is None else row.ended_at - ahead_s
+        wait = row.wait
+        if (since := retry.waits_for_room()) is not None:
+            wait = Wait(kind=WaitKind.BROKER_MEMORY, since=since)
+        if wait is not None and wait.since is not None:
+            wait = replace(wait, since=wait.since - ahead_s)
+        _set_wait(row, wait)
+        return row
+
     async def beat(self) -> None:
         """Publish once; works even if the broker is full."""
-        self.row.at = time.time()
         if (lost := lost_threads()) or "lost_threads" in self.row.facts:
             self.row.facts["lost_threads"] = lost
         self.row.facts.update(memory_bytes=resident_bytes(), cpu_ms=int(1000 * time.process_time()))
-        row = self.row
-        if (since := retry.waits_for_room()) is not None:
-            row = replace(row)
-            _set_wait(row, Wait(kind=WaitKind.BROKER_MEMORY, since=since))
-        arguments = (row.name, msgspec.json.encode(row))
-        await cast("Awaitable[int]", cast(Any, self._client).eval(_PUT, 1, self._keys.processes, *arguments))
+        row = await self.announcement()
+        arguments, asked = (row.name, msgspec.json.encode(row)), time.monotonic()
+        answer = await cast("Awaitable[Any]", cast(Any, self._client).eval(_PUT, 1, self._keys.processes, *arguments))
+        self._compare_clocks(answer, time.monotonic() - asked)
+
+    def _compare_clocks(self, answer: Any, took_s: float) -> None:
+        """Not by an answer that was long on its way (an outage, a pause of this process), unless it is the first."""
+        if took_s < BEAT_S or self._ahead_s is None:
+            seconds, micros = map(int, answer)
+            self._ahead_s = time.time() - (seconds + micros / 1e6)
 
     async def last_words(self, error: BaseException) -> None:
         """Publish why this process ends, best effort; never raises."""
@@ -168,7 +203,8 @@ def _set_wait(row: Heartbeat, wait: Wait | None) -> None:
 
 async def forget_dead(client: Redis, keys: Keys) -> int:
     """Remove the rows of processes that died more than `FORGET_S` ago; returns how many."""
-    raw, oldest = cast(Any, client), time.time() - FORGET_S
+    raw = cast(Any, client)
+    oldest = (await raw.time())[0] - FORGET_S
     rows = cast("dict[bytes, bytes]", await raw.hgetall(keys.processes))
     dead = [name for name, row in rows.items() if _last_beat(row) < oldest]
     return int(await raw.hdel(keys.processes, *dead)) if dead else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -171,7 +171,7 @@ async def _look_at_broker(
 ) -> tuple[BrokerUse, float | None]:
     """The broker's own numbers, and when the newest version was published."""
     pipe: Any = client.pipeline(transaction=False)
-    for section in ("server", "memory", "persistence", "errorstats"):  # several in one call need Redis 7
+    for section in ("server", "memory", "persistence", "errorstats", "replication"):  # several at once need Redis 7
         pipe.info(section)
     pipe.hget(keys.versions, str(version))
     *facts, manifest = cast("list[Any]", await pipe.execute(raise_on_error=False))
@@ -179,7 +179,7 @@ async def _look_at_broker(
         if isinstance(fact, Exception):
             raise fact
     manifest = cast("bytes | None", read.answer(keys.versions, manifest))
-    server, memory, persistence, errors = cast("list[dict[str, Any]]", facts)
+    server, memory, persistence, errors, replication = cast("list[dict[str, Any]]", facts)
     use = BrokerUse(
         used_bytes=int(memory.get("used_memory", 0)),
         max_bytes=int(memory.get("maxmemory", 0)) or None,
@@ -187,6 +187,7 @@ async def _look_at_broker(
         aof=bool(int(persistence.get("aof_enabled", 0))),
         version=str(server.get("redis_version", "")),
         refused=int(errors.get("errorstat_OOM", {}).get("count", 0)),
+        read_only=_read_only(persistence, errors, replication),
     )
     try:
         published = decode(WeightVersion, manifest).published_at if manifest else 0.0
@@ -194,3 +195,16 @@ async def _look_at_broker(
         read.skip(keys.versions, str(version), error)
         published = 0.0
     return use, published or None
+
+
+def _read_only(
+    persistence: dict[str, Any], errors: dict[str, Any], replication: dict[str, Any]
+) -> Literal["", "disk", "replica", "alone"]:
+    """Why the server refuses every write, as far as INFO tells: CONFIG may be forbidden."""
+    if replication.get("role") == "slave":
+        return "replica"
+    # A failed snapshot stops writes only where stop-writes-on-bgsave-error is set: then there are refusals.
+    failed = persistence.get("rdb_last_bgsave_status") == "err" and "errorstat_MISCONF" in errors
+    if persistence.get("aof_last_write_status") == "err" or failed:
+        return "disk"
+    return "alone" if replication.get("min_slaves_good_slaves") == 0 else ""

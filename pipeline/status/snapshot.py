@@ -6,7 +6,6 @@ seconds by the server's clock.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
@@ -113,6 +112,7 @@ class BrokerUse(msgspec.Struct, frozen=True, kw_only=True):
     aof: bool = False  # data survives a power loss
     version: str = ""
     refused: int = 0  # writes refused for lack of memory since its start
+    read_only: Literal["", "disk", "replica", "alone"] = ""  # why it refuses all writes now
 
     @property
     def is_full(self) -> bool:
@@ -124,7 +124,7 @@ StallKind = Literal[
     "no_process", "no_producer", "no_worker", "no_consumer", "no_trainer", "no_scorer", "no_gateway",
     "no_evaluator",
     "old_versions", "credit_exhausted", "trainer_dead", "consumer_lag", "broker_full", "guard_refused",
-    "process_failed", "run_failed", "runs_alone", "unreadable",
+    "broker_read_only", "process_failed", "run_failed", "runs_alone", "unreadable",
 ]  # fmt: skip
 
 
@@ -225,8 +225,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
 
     def alive(self, role: str) -> list[Process]:
         """Processes of a role with a fresh heartbeat."""
-        now = time.time()
-        return [row for row in self.processes if row.role == role and row.ended_at is None and now - row.at < ALIVE_S]
+        return [row for row in self.processes if row.role == role and row.is_alive]
 
     @property
     def first_jobs(self) -> int | None:

@@ -3,6 +3,7 @@
     run that failed ─▶ broker ─▶ roles that failed ─▶ missing roles ─▶ old weights ─▶ lag ─▶ credit ─▶ runs alone
 
 - Causes come before their effects. A run that is complete, was stopped or never began has no stalls.
+- A broker that takes no writes takes no heartbeats either: then silence is nobody's death.
 - `blocks` is false for a wait that ends by itself.
 """
 
@@ -30,6 +31,8 @@ def stalls(now: Snapshot) -> list[Stall]:
         return [Stall(kind="run_failed", process=now.end.process or None, since=now.end.at), *_unreadable(now)]
     if now.is_stopped:
         return _unreadable(now)
+    if now.broker is not None and now.broker.read_only:
+        return [Stall(kind="broker_read_only", since=_newest_beat(now)), *_unreadable(now)]
     found = [*_broker_full(now), *_unreadable(now), *_failed(now)]
     if not any(row.is_alive and not row.is_onlooker for row in now.processes):
         return [*found, _no_process(now)]
@@ -89,6 +92,11 @@ def _broker_full(now: Snapshot) -> list[Stall]:
     if now.broker is None or not now.broker.is_full:
         return []
     return [Stall(kind="broker_full", since=_since(_waiting_for(now, WaitKind.BROKER_MEMORY)))]
+
+
+def _newest_beat(now: Snapshot) -> float | None:
+    """Since when nobody's heartbeat has been taken."""
+    return max((row.at for row in now.processes), default=None)
 
 
 def _unreadable(now: Snapshot) -> list[Stall]:

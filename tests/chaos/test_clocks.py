@@ -11,18 +11,17 @@ from tests.chaos.test_policy_run import GROUP, POLICY, ROOT, audit, start
 from tests.e2e.fixtures import MakeStack, text_rows
 from tests.e2e.processes import Process
 from tests.e2e.stack import Stack
+from tests.hosts.clocks import LIBRARY, NEEDED, clock
 
 pytestmark = pytest.mark.chaos
-LIBRARY = next(iter(sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))), None)
 
 
 def start_ahead(stack: Stack, role: str) -> Process:
     """All its clocks and the times of its files are an hour ahead."""
-    clock = {"LD_PRELOAD": str(LIBRARY), "FAKETIME": "+1h", "FAKETIME_DONT_RESET": "1"}
-    return stack.sluice(role, "-c", str(stack.config_file), name=role, PYTHONPATH=str(ROOT), **clock)
+    return stack.sluice(role, "-c", str(stack.config_file), name=role, PYTHONPATH=str(ROOT), **clock("+1h"))
 
 
-@pytest.mark.skipif(LIBRARY is None, reason="needs libfaketime (apt install libfaketime)")
+@pytest.mark.skipif(LIBRARY is None, reason=NEEDED)
 def test_no_clock_decides_under_which_weights_a_token_is_sampled(make_stack: MakeStack, tmp_path: Path) -> None:
     """One worker is an hour ahead; so is the trainer that follows the killed one, and for it all others are behind."""
     weights = {"retention": 1000, "transport": "delta", "store_url": (tmp_path / "store").as_uri(), "anchor_every": 4}

@@ -1,9 +1,10 @@
-"""Hosts on one machine: network namespaces with their own addresses, on one switch, whose links can be cut silently.
+"""Hosts on one machine: network namespaces with their own addresses, on one switch, whose links can be harmed.
 
     host ──veth── switch (a bridge in a namespace of its own) ──veth── host
 
 - A cut is silent: the sender addresses its frames to a station that does not exist. It gets no error, nobody answers
   with a reset, and what it sent is lost. This needs no packet filter and works in one direction alone.
+- A link that is down, a route that is gone and a link that is slow are harms of one host; each ends by itself.
 - Nothing touches the machine's own network: no link, no route, no address there.
 - Names carry the pid of the test process, so that what a killed one left behind is swept by the next.
 """
@@ -18,10 +19,10 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Direction = Literal["both", "there", "back"]
 
@@ -37,10 +38,20 @@ class NetworkError(Exception):
 
 def ip(*arguments: str, deadline_s: float = 10.0) -> str:
     """Run `ip ARGUMENTS…` and return its output; raises NetworkError."""
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=deadline_s, check=False)
+    return _run("ip", *arguments, deadline_s=deadline_s)
+
+
+def _run(*command: str, deadline_s: float = 10.0) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
     if done.returncode:
-        raise NetworkError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+        raise NetworkError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
+
+
+def _drop(act: Callable[..., Any], *words: str) -> None:
+    """Take something away that a closed network no longer has."""
+    with contextlib.suppress(NetworkError):
+        act(*words)
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,7 @@ class Host:
     namespace: str
     address: str
     station: str  # its link's hardware address
+    port: str = ""  # the switch's end of its link
 
     def command(self, command: Sequence[str]) -> list[str]:
         """The same command on this host; the process keeps its pid."""
@@ -73,7 +85,7 @@ class Network:
     def __init__(self, names: Sequence[str]) -> None:
         self._switch = _name("switch")
         self.hosts = {
-            name: Host(_name(name), f"10.77.0.{number}", f"02:00:00:00:00:{number:02x}")
+            name: Host(_name(name), f"10.77.0.{number}", f"02:00:00:00:00:{number:02x}", f"port{number}")
             for number, name in enumerate(names, 1)
         }
 
@@ -81,8 +93,8 @@ class Network:
         """Make the switch and the hosts."""
         ip("netns", "add", self._switch)
         ip("-n", self._switch, "link", "add", "switch", "up", "type", "bridge")
-        for number, host in enumerate(self.hosts.values()):
-            self._plug_in(host, f"port{number}")
+        for host in self.hosts.values():
+            self._plug_in(host)
         self.mend()
         return self
 
@@ -94,9 +106,41 @@ class Network:
             _address(other, host, _NOBODY)
 
     def mend(self) -> None:
-        """Every host reaches every other one."""
+        """No host is cut off from another one."""
         for host, other in itertools.permutations(self.hosts.values(), 2):
             _address(host, other, other.station)
+
+    def join(self, host: Host, other: Host) -> None:
+        """These two are no longer cut off from each other."""
+        _address(host, other, other.station)
+        _address(other, host, host.station)
+
+    def unplug(self, host: Host) -> Callable[[], None]:
+        """Take its link down at the switch; returns what puts it back."""
+        ip("-n", self._switch, "link", "set", host.port, "down")
+        return lambda: self._run("link", "set", host.port, "up")
+
+    def unroute(self, host: Host, other: Host) -> Callable[[], None]:
+        """What it sends there is refused at once by its own host: no route; returns what puts the route back."""
+        route = ("unreachable", f"{other.address}/32")
+        ip("-n", host.namespace, "route", "add", *route)
+        return lambda: _drop(ip, "-n", host.namespace, "route", "del", *route)
+
+    def narrow(self, host: Host, kbit_s: int) -> Callable[[], None]:
+        """Limit what it sends and what it is sent, by a token bucket each; returns what ends that."""
+        ends = [(host.namespace, "eth0"), (self._switch, host.port)]
+        bucket = ("tbf", "rate", f"{kbit_s}kbit", "burst", "4kb", "latency", "400ms")
+        for namespace, device in ends:
+            _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
+
+        def widen() -> None:
+            for namespace, device in ends:
+                _drop(_run, "tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
+
+        return widen
+
+    def _run(self, *words: str) -> None:
+        _drop(ip, "-n", self._switch, *words)
 
     def close(self) -> None:
         """Take it down; its links go with their namespaces."""
@@ -104,11 +148,11 @@ class Network:
             with contextlib.suppress(NetworkError):  # it was never made
                 ip("netns", "del", namespace)
 
-    def _plug_in(self, host: Host, port: str) -> None:
+    def _plug_in(self, host: Host) -> None:
         ip("netns", "add", host.namespace)
         link = ("link", "add", "eth0", "address", host.station, "type", "veth")
-        ip("-n", host.namespace, *link, "peer", "name", port, "netns", self._switch)
-        ip("-n", self._switch, "link", "set", port, "master", "switch", "up")
+        ip("-n", host.namespace, *link, "peer", "name", host.port, "netns", self._switch)
+        ip("-n", self._switch, "link", "set", host.port, "master", "switch", "up")
         ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
         for link_name in ("lo", "eth0"):
             ip("-n", host.namespace, "link", "set", link_name, "up")

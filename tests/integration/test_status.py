@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from redis.asyncio import Redis
 
 from sluice.pipeline.config.types import BrokerConfig
@@ -150,6 +151,29 @@ async def test_a_waiting_process_is_named_with_its_cause(
     assert "no worker is alive, and 1 job waits" in said
     assert "no producer is alive, and there are rows to read" in said
     assert not any(line.startswith(("no trainer", "no consumer")) for line in said)
+
+
+@pytest.mark.parametrize("apart_s", [3600.0, -3600.0])
+async def test_a_hosts_clock_decides_neither_who_is_alive_nor_who_is_forgotten(
+    apart_s: float, client: Redis, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are dated by the broker's clock, which judges them."""
+    await store_row(client, keys, "silent", 12)
+    real = time.time
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: real() + apart_s)
+        status = StatusReporter(client, keys, "worker", "w")
+        status.waiting(WaitKind.JOBS)
+        await status.beat()
+        await forget_dead(client, keys)
+    now = await snapshot(client, keys)
+    rows = {row.name: row for row in now.processes}
+    assert set(rows) == {"silent", "w"}
+    assert [row.name for row in now.alive("worker")] == ["w"]
+    for value in (rows["w"].at, rows["w"].started, rows["w"].wait and rows["w"].wait.since):
+        assert value == pytest.approx(real(), abs=5)
+    await status.beat()  # the host's clock has been put right
+    assert status.broker_time() == pytest.approx(real(), abs=5)
 
 
 async def test_dead_rows_are_shown_for_an_hour_and_a_look_removes_none(client: Redis, keys: Keys) -> None:

@@ -1,99 +1,207 @@
-"""Delivers faults to a running stack.
+"""Delivers faults to a running stack, and ends them.
+
+    fault (from the plan) ──deliver──▶ blow: whom it hit, how it heals ──timer──▶ healed
 
 - A fault waits until its victim is ready (`eager`: only until it is there), so the order is the plan's, whatever the
   machine's speed.
-- What is stopped or down comes back by a timer: the next faults come meanwhile.
+- What holds is ended by a timer: the next faults come meanwhile. A host bears one fault of its network at a time.
 - A worker is stopped before it is killed, so that what it holds at its death is known exactly.
 """
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.e2e.stack import Stack
+from tests.hosts.clocks import clock
 from tests.soak.battered_broker import BatteredBroker
 from tests.soak.leases import Leases, look
 from tests.soak.outsider import Outsider
-from tests.soak.plan import Fault
+from tests.soak.plan import KINDS, Fault
 from tests.soak.roles import Roles
+from tests.soak.site import Site
 from tests.soak.witness import Witness, strike
 
 _VICTIM_S = 240.0  # a machine that does much else beside this takes its time to start a process
-_BACK_S = 30.0
+_BACK_S = 60.0
 _HOLDS_S = 3.0
 _SETTLE_S = 0.05  # what a stopped worker had sent arrives
+_BROKER, _RUN = "broker", "run"
+_NETWORK = ("cut", "unplug", "unroute", "hang", "narrow", "delay")
+
+
+@dataclass
+class Blow:
+    """A fault that was delivered. Times are of the monotonic clock."""
+
+    fault: Fault
+    names: frozenset[str]  # processes that it hit; "broker", or "run" for the disk of all
+    hit: str  # for the log
+    began: float
+    heal: Callable[[], None] | None = None  # None: nothing is to end
+    ended: float | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it still holds."""
+        return self.heal is not None and self.ended is None
 
 
 class Adversary:
-    """`deliver` one fault after the other, then `relent`."""
+    """`deliver` one fault after the other, then `relent`. Without a site, faults of its kinds are skipped."""
 
-    def __init__(self, stack: Stack, broker: BatteredBroker, outsider: Outsider, witness: Witness) -> None:
+    def __init__(
+        self, stack: Stack, broker: BatteredBroker, outsider: Outsider, witness: Witness, site: Site | None
+    ) -> None:
         self._stack, self._broker, self._outsider, self._witness = stack, broker, outsider, witness
-        self._roles = Roles(stack)
+        self._site, self._roles = site, Roles(stack)
         self._timers: list[threading.Timer] = []
-        self._broker_is_well = threading.Event()
-        self._broker_is_well.set()
+        self.blows: list[Blow] = []
+        self.skipped: list[str] = []
+        self.errors: list[BaseException] = []
 
     def deliver(self, fault: Fault) -> str:
         """Returns what was hit, for the log."""
-        if fault.verb == "poison":
+        needs = KINDS[fault.kind].needs
+        if needs and (reason := "one host for all" if self._site is None else self._site.lacks(needs)):
+            self.skipped.append(fault.kind)
+            return f"skipped: {reason}"
+        blow = self._strike(fault)
+        self.blows.append(blow)
+        if self._may_delay_recovery(blow):
             self._witness.recoveries.spoil()
-            return self._outsider.bring_poison(fault.number)
-        if fault.verb == "malformed":
-            return self._outsider.bring_malformed(fault.number, fault.seed)
-        if fault.verb == "junk":
-            return self._outsider.bring_junk(fault.seed)
-        if fault.role == "broker":
-            return self._hit_the_broker(fault)
-        name, pid = self._victim(fault)
-        if fault.role == "worker":
-            self._witness.recoveries.spoil()
-        hit = f"{name} ({pid})"
-        if fault.kind == "kill worker":
-            hit += self._note_recovery(name, pid)
-        if fault.verb == "kill":
-            strike(pid, signal.SIGKILL)
-            return hit
-        strike(pid, signal.SIGSTOP)
-        self._later(fault.hold_s, lambda: strike(pid, signal.SIGCONT))
-        return f"{hit} for {fault.hold_s:.1f} s"
+        if blow.heal is not None:
+            self._later(fault.hold_s, lambda: self._end(blow))
+            return f"{blow.hit} for {fault.hold_s:.1f} s"
+        return blow.hit
 
     def relent(self) -> None:
         """Returns when everything that was stopped goes on."""
         for timer in self._timers:
             timer.join()
+        assert not self.errors, self.errors
 
     def close(self) -> None:
-        """What was to come back does not."""
+        """What still holds ends at once."""
         for timer in self._timers:
             timer.cancel()
+            timer.join()
+        for blow in self.blows:
+            if blow.is_on:
+                self._end(blow)
 
-    def _hit_the_broker(self, fault: Fault) -> str:
-        assert self._broker_is_well.wait(_BACK_S), "the broker did not come back from the fault before"
-        self._broker_is_well.clear()
-        self._witness.recoveries.spoil()
-        blow, heal = (
-            (self._broker.kill, self._broker.start)
-            if fault.verb == "kill"
-            else (self._broker.stall, self._broker.resume)
-        )
+    def _strike(self, fault: Fault) -> Blow:
+        began, brought = time.monotonic(), self._brought(fault)
+        if brought is not None:
+            names = frozenset(self._roles.names("worker")) if fault.verb == "poison" else frozenset[str]()
+            return Blow(fault, names, brought, began)
+        if fault.role in (_BROKER, _RUN):
+            return self._hit_what_all_need(fault)
+        name, pid = self._victim(fault)
+        hit, heal, began = f"{name} ({pid})", None, time.monotonic()
+        if fault.verb in ("kill", "clock", "starve"):
+            if fault.role == "worker" and fault.verb != "starve":
+                hit += self._note_recovery(name, pid)
+            if fault.verb == "clock":
+                hit += f", again under a clock {self._reset_clock(fault, name)}"
+            if fault.verb == "starve":
+                heal = self._starve(name)
+            strike(pid, signal.SIGKILL)
+        elif fault.verb == "stop":
+            strike(pid, signal.SIGSTOP)
+            heal = lambda: strike(pid, signal.SIGCONT) and None  # noqa: E731
+        else:
+            how, heal = self._harm_its_network(fault, name)
+            hit += how
+        return Blow(fault, frozenset([name]), hit, began, heal)
+
+    def _brought(self, fault: Fault) -> str | None:
+        """What comes from outside, if that is the fault."""
+        if fault.verb == "poison":
+            return self._outsider.bring_poison(fault.number)
+        if fault.verb == "malformed":
+            return self._outsider.bring_malformed(fault.number, fault.seed)
+        return self._outsider.bring_junk(fault.seed) if fault.verb == "junk" else None
+
+    def _hit_what_all_need(self, fault: Fault) -> Blow:
+        """One of these at a time."""
+        self._wait_healed(_BROKER)
+        self._wait_healed(_RUN)
+        began = time.monotonic()
+        if fault.verb == "fill":
+            disk = self._on_site.disks[fault.role]
+            disk.fill()
+            return Blow(fault, frozenset([fault.role]), "its disk is full", began, disk.free)
+        broker = self._broker
+        blow, heal = (broker.kill, broker.start) if fault.verb == "kill" else (broker.stall, broker.resume)
         blow()
-        self._later(fault.hold_s, lambda: self._broker_back(heal))
-        return f"for {fault.hold_s:.1f} s"
+        return Blow(fault, frozenset([_BROKER]), "", began, heal)
 
-    def _broker_back(self, heal: Callable[[], None]) -> None:
-        heal()
-        self._witness.recoveries.spoil()
-        self._broker_is_well.set()
+    def _harm_its_network(self, fault: Fault, name: str) -> tuple[str, Callable[[], None]]:
+        self._wait_healed(name, _NETWORK)
+        dice, site = random.Random(fault.seed), self._on_site
+        network, host, broker = site.network, site.host_of(name), site.broker
+        direction = dice.choice(("both", "there", "back"))
+        if fault.verb == "cut":
+            network.cut(host, broker, direction)
+            return f" cut off, {direction}", lambda: network.join(host, broker)
+        if fault.verb == "unplug":
+            return " without its link", network.unplug(host)
+        if fault.verb == "unroute":
+            return " without a route", network.unroute(host, broker)
+        if fault.verb == "narrow":
+            kbit_s = dice.choice((32, 128, 512))
+            return f" with {kbit_s} kbit/s", network.narrow(host, kbit_s)
+        if fault.verb == "delay":
+            delay_s = round(dice.uniform(0.05, 1.5), 2)
+            return f" with {delay_s} s more each way", site.relay.delay(host.address, delay_s)
+        return f" unheard, {direction}", site.relay.stall(host.address, direction)
+
+    def _reset_clock(self, fault: Fault, name: str) -> str:
+        apart = random.Random(fault.seed).choice(("+1h", "-1h", "+1d", "-40s"))
+        self._on_site.fleet.seats[name].env = clock(apart)
+        return apart
+
+    def _starve(self, name: str) -> Callable[[], None]:
+        """From its next start on it has too little memory to load; the kernel kills it, again and again."""
+        seat, group = self._on_site.fleet.seats[name], self._on_site.memory_group(name)
+        seat.group = group.path
+
+        def feed() -> None:
+            seat.group = None
+            group.lift()
+
+        return feed
+
+    def _end(self, blow: Blow) -> None:
+        heal, blow.ended = blow.heal, time.monotonic()
+        if heal is not None:
+            try:
+                heal()
+            except BaseException as error:
+                self.errors.append(error)
+                raise
+            finally:
+                blow.ended = time.monotonic()
+        if self._may_delay_recovery(blow):
+            self._witness.recoveries.spoil()
+
+    def _may_delay_recovery(self, blow: Blow) -> bool:
+        """A killed worker's own death is what is measured."""
+        is_measured = blow.fault.kind in ("kill worker", "clock worker")
+        hits = blow.fault.role in ("worker", _BROKER, _RUN) or blow.fault.verb == "poison"
+        return hits and not is_measured
 
     def _note_recovery(self, name: str, pid: int) -> str:
         """Stop a worker, and let the clock of its jobs' recovery begin."""
-        if not self._broker_is_well.is_set():
+        self._witness.recoveries.spoil()
+        if self._is_on(_BROKER):
             strike(pid, signal.SIGSTOP)
             return " while the broker was away"
         others = self._roles.ready("worker") - {name}
@@ -118,8 +226,10 @@ class Adversary:
         """Another worker can take the jobs at once, and nothing else is in their way."""
         poison = self._outsider.poison & (leases.held.keys() | leases.waiting)
         alone = any(lease.alone for lease in leases.held.values())
-        free = others and not any(_state(self._roles.pid(name)) in ("T", "gone") for name in others)
-        return bool(free) and not poison and not alone
+        free = others and not any(
+            _state(self._roles.pid(name)) in ("T", "gone") or self._is_on(name) for name in others
+        )
+        return bool(free) and not poison and not alone and not self._is_on(_RUN)
 
     def _victim(self, fault: Fault) -> tuple[str, int]:
         names = self._roles.names(fault.role)
@@ -130,9 +240,24 @@ class Adversary:
             if pid is not None and _state(pid) != "T" and (fault.eager or name in self._roles.ready(fault.role)):
                 return name, pid
             assert time.monotonic() < until, f"{name} was not there to be hit: {fault}"
+            assert not self.errors, self.errors
             time.sleep(0.05)
 
-    def _later(self, delay_s: float, act: Callable[[], Any]) -> None:
+    @property
+    def _on_site(self) -> Site:
+        assert self._site is not None
+        return self._site
+
+    def _is_on(self, name: str, verbs: tuple[str, ...] = ()) -> bool:
+        return any(b.is_on and name in b.names and (not verbs or b.fault.verb in verbs) for b in self.blows)
+
+    def _wait_healed(self, name: str, verbs: tuple[str, ...] = ()) -> None:
+        until = time.monotonic() + _BACK_S
+        while self._is_on(name, verbs):
+            assert time.monotonic() < until, f"{name} did not come back from the fault before"
+            time.sleep(0.05)
+
+    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
         timer = threading.Timer(delay_s, act)
         self._timers.append(timer)
         timer.start()

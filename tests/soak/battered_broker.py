@@ -18,8 +18,8 @@ _READY_S = 30.0
 class BatteredBroker(KillableBroker):
     """`appendfsync everysec` is the server's default; snapshots by RDB are off."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: Path, **where: Any) -> None:
+        super().__init__(directory, **where)
         self._options += ["--save", ""]
 
     def start(self) -> None:

@@ -1,6 +1,6 @@
 """What will go wrong, in which order: drawn from a seed and nothing else.
 
-- The same seed and number of faults give the same plan, on every machine.
+- The same seed and number of faults give the same plan, on every machine. What a machine cannot do is skipped by name.
 - A plan of at least `len(KINDS)` faults has each kind at least once, in a drawn order.
 - A fault says whom it hits only as far as a seed can know it: the role, and which of its processes (`pick`).
 """
@@ -9,26 +9,47 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-KINDS: dict[str, int] = {  # kind → weight; "verb role" but for what comes from outside
-    "kill worker": 20,
-    "kill consumer": 9,
-    "kill trainer": 9,
-    "kill producer": 6,
-    "kill broker": 7,
-    "stop worker": 10,
-    "stop consumer": 6,
-    "stop trainer": 6,
-    "stop producer": 3,
-    "stop broker": 7,
-    "poison job": 3,
-    "malformed entry": 14,
-    "junk result": 3,
+Needs = Literal["", "hosts", "disks", "memory", "clocks"]
+
+
+class Kind(NamedTuple):
+    """One way in which something goes wrong."""
+
+    weight: int
+    longest_s: float = 0.0  # it holds up to so long; 0: there is nothing to end
+    needs: Needs = ""  # what only root, or one more package, gives a machine
+
+
+_STOP_S = 6.0  # longer than a lease and than a role's ownership (5 s)
+_AWAY_S = 16.0  # long enough to be seen as dead (6 s), and to be explained (10 s)
+_LINKS = ("cut", "unplug", "unroute", "hang", "narrow", "delay")
+_ROLES = {"worker": 3, "consumer": 2, "trainer": 2, "producer": 1}
+
+KINDS: dict[str, Kind] = {  # "verb role" but for what comes from outside
+    "kill worker": Kind(20),
+    "kill consumer": Kind(9),
+    "kill trainer": Kind(9),
+    "kill producer": Kind(6),
+    "kill broker": Kind(7, 4.0),
+    "stop worker": Kind(10, _STOP_S),
+    "stop consumer": Kind(6, _STOP_S),
+    "stop trainer": Kind(6, _STOP_S),
+    "stop producer": Kind(3, _STOP_S),
+    "stop broker": Kind(7, 13.0),
+    "poison job": Kind(3),
+    "malformed entry": Kind(14),
+    "junk result": Kind(3),
+    **{f"{verb} {role}": Kind(weight, _AWAY_S, "hosts") for verb in _LINKS for role, weight in _ROLES.items()},
+    **{f"clock {role}": Kind(2, 0.0, "clocks") for role in _ROLES},
+    "fill run": Kind(4, _AWAY_S, "disks"),
+    "fill broker": Kind(4, _AWAY_S, "disks"),
+    "starve worker": Kind(4, _AWAY_S, "memory"),
 }
-MAX_PAUSE_S = 1.2
-MAX_STOP_S = 6.0  # longer than a lease and than a role's ownership (5 s)
-MAX_DOWN_S = 4.0
+EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -39,13 +60,13 @@ class Fault:
     kind: str
     pause_s: float  # since the fault before
     pick: float  # which process of the role, 0 to 1
-    hold_s: float  # how long it stays stopped, or the broker down
+    hold_s: float  # how long it lasts, where it does
     eager: bool  # hits a process that is still starting, too
-    seed: int  # of what is brought from outside
+    seed: int  # of what is brought from outside, and of which of its forms it takes
 
     @property
     def verb(self) -> str:
-        """kill | stop | poison | malformed | junk"""
+        """kill | stop | cut | fill | poison | …"""
         return self.kind.split()[0]
 
     @property
@@ -64,23 +85,27 @@ class Plan(list[Fault]):
 
     def by_kind(self) -> dict[str, int]:
         """How many of each."""
-        return dict(sorted(Counter(fault.kind for fault in self).items()))
+        return self.counted(self)
+
+    @staticmethod
+    def counted(faults: Iterable[Fault]) -> dict[str, int]:
+        """How many of each kind are among these."""
+        return dict(sorted(Counter(fault.kind for fault in faults).items()))
 
 
 def _kinds(dice: random.Random, count: int) -> list[str]:
     each = list(KINDS)
     dice.shuffle(each)
-    return (each + dice.choices(list(KINDS), list(KINDS.values()), k=count))[:count]
+    return (each + dice.choices(list(KINDS), [kind.weight for kind in KINDS.values()], k=count))[:count]
 
 
 def _fault(dice: random.Random, number: int, kind: str) -> Fault:
-    longest = MAX_DOWN_S if kind.endswith("broker") else MAX_STOP_S
     return Fault(
         number=number,
         kind=kind,
-        pause_s=dice.uniform(0.05, MAX_PAUSE_S),
+        pause_s=dice.uniform(0.5, 1.5) * EVERY_S,
         pick=dice.random(),
-        hold_s=dice.uniform(0.1, longest),
+        hold_s=dice.uniform(0.1, KINDS[kind].longest_s or 0.1),
         eager=dice.random() < 0.15,
         seed=dice.getrandbits(32),
     )

@@ -2,13 +2,16 @@
 
     endure(plan) ─▶ finish: stop in order, cut the data at the epoch reached, start again, run to the end ─▶ verdict
 
-The data last for ever until then, so the run is busy during every fault, however slow the machine is.
+The data last for ever until then, so the run is busy during every fault, however slow the machine is. On a site each
+role has a host of its own; without one, `sluice run` supervises them all on this machine.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,14 @@ import redis
 
 from sluice.pipeline.status.snapshot import Snapshot
 from tests.e2e.fixtures import detection_rows
-from tests.e2e.stack import Row, Stack
+from tests.e2e.stack import STOPPED, Row, Stack
 from tests.soak.adversary import Adversary
 from tests.soak.battered_broker import BatteredBroker
+from tests.soak.explanation import Asker
 from tests.soak.outsider import Outsider
-from tests.soak.plan import Plan
+from tests.soak.plan import Fault
 from tests.soak.roles import Roles
+from tests.soak.site import Site
 from tests.soak.witness import Witness
 
 ROWS = 20
@@ -31,6 +36,7 @@ KEEP_RESULT_S = 60.0  # longer than any fault: an answer that got lost is asked 
 _INTERRUPTED = 130
 _START_S = 240.0
 _STOP_S = 90.0
+_LEAST_PAUSE_S = 0.3
 _SECTIONS: dict[str, dict[str, Any]] = {
     "data": {"epochs": 100_000},
     "model": {"trust_remote_code": True},
@@ -54,46 +60,114 @@ def soak_rows() -> list[Row]:
     return rows
 
 
+class _Supervised:
+    """All roles under one `sluice run`."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack, self._supervisor = stack, stack.start("run")
+
+    def check(self) -> None:
+        assert self._supervisor.popen.poll() is None, "the run ended in the middle of the faults"
+
+    def stop(self) -> None:
+        self._supervisor.signal(signal.SIGTERM)
+        self._supervisor.expendable = True
+        assert self._supervisor.wait(_STOP_S) == _INTERRUPTED, "it did not stop as one that is interrupted"
+
+    def complete(self, deadline_s: float) -> None:
+        """Start again, and wait for the end."""
+        self._supervisor = self._stack.start("run")
+        assert self._supervisor.wait(deadline_s) == 0, "the run did not come to its end"
+
+
+class _OnHosts:
+    """Each role on a host of its own."""
+
+    def __init__(self, stack: Stack, site: Site) -> None:
+        self._stack, self._site = stack, site
+        self._fleet = site.make_fleet(stack)
+        self._start()
+
+    def _start(self) -> None:
+        self._fleet.start(lambda _: {"REDIS_URL": self._site.url})
+
+    def check(self) -> None:
+        assert not self._fleet.hopeless, self._fleet.hopeless
+
+    def stop(self) -> None:
+        self._stop(self._site.names)
+
+    def complete(self, deadline_s: float) -> None:
+        """Start again, and wait for the end; workers never end by themselves."""
+        self._start()
+        until = time.monotonic() + deadline_s
+        while not self._fleet.is_over():
+            self.check()
+            assert time.monotonic() < until, "\n".join(["the run did not come to its end", *self._fleet.tails()])
+            time.sleep(0.1)
+        self._stop([name for name in self._site.names if name.startswith("worker")])
+
+    def _stop(self, names: list[str]) -> None:
+        starting = -signal.SIGTERM  # its handler was not there yet
+        codes = self._fleet.stop(_STOP_S)
+        odd = {name: codes[name] for name in names if codes.get(name, 0) not in (0, STOPPED, starting)}
+        assert not odd, "\n".join([f"they did not stop when they were asked to: {odd}", *self._fleet.tails()])
+
+
 class SoakRun:
     """One run, its broker, what attacks it and what watches it."""
 
-    def __init__(self, directory: Path, model: Path, *, workers: int, consumers: int) -> None:
-        (directory / "broker").mkdir()
-        self.broker = BatteredBroker(directory / "broker")
-        self.broker.start()
+    def __init__(self, directory: Path, model: Path, *, workers: int, consumers: int, site: Site | None) -> None:
+        self._site = site
+        if site is None:
+            (directory / "broker").mkdir()
+            self.broker = BatteredBroker(directory / "broker")
+            self.broker.start()
+        else:
+            self.broker = site.make_broker()
         self.memory_before = self.broker.used_memory()
         self.stack = Stack(directory, self.broker.url, model, soak_rows(), "detection").configure(**_SECTIONS)
         self.stack.configure(worker={"count": workers}, consumer={"count": consumers})
+        if site is not None:
+            # A broker that does not answer is given up soon enough to be asked again within a fault.
+            self.stack.configure(broker={"socket_timeout_s": 2.0, "connect_timeout_s": 2.0})
+            self.stack.run_dir.parent.symlink_to(site.disk("run"))
         self.outsider = Outsider(self.stack)
         self.witness = Witness(self.stack, self.outsider.poison, Roles(self.stack).pid)
-        self.adversary = Adversary(self.stack, self.broker, self.outsider, self.witness)
+        self.adversary = Adversary(self.stack, self.broker, self.outsider, self.witness, site)
+        self.asker = Asker(self.stack)
         self.log: list[str] = []
         self._began = time.monotonic()
-        self._supervisor = self.stack.start("run")
+        self._processes = _Supervised(self.stack) if site is None else _OnHosts(self.stack, site)
 
-    def endure(self, plan: Plan) -> None:
-        """Every fault of the plan, in its order."""
+    def endure(self, plan: Sequence[Fault], for_s: float = math.inf) -> int:
+        """Every fault of the plan, in its order; no further one after `for_s`. Returns how many there were."""
         self.stack.wait(lambda now: now.trained > 0, "the first step", _START_S)
         self.witness.start()
+        self.asker.start()
+        until, due, done = time.monotonic() + for_s, time.monotonic(), 0
         for fault in plan:
-            time.sleep(fault.pause_s)
-            assert self._supervisor.popen.poll() is None, "the run ended in the middle of the faults"
+            due = max(due + fault.pause_s, time.monotonic() + _LEAST_PAUSE_S)
+            time.sleep(max(0.0, due - time.monotonic()))
+            if time.monotonic() >= until:
+                break
+            self._processes.check()
             at_s = self.wall_s()
             line = f"{at_s:7.1f} s  #{fault.number:<3} {fault.kind:<15} {self.adversary.deliver(fault)}"
             self.log.append(line)
             print(line, flush=True)
+            done += 1
         self.adversary.relent()
+        self.asker.stop()
+        return done
 
     def finish(self, deadline_s: float) -> Snapshot:
         """Let it come to its end; everything that it started is gone then."""
-        self._supervisor.signal(signal.SIGTERM)
-        self._supervisor.expendable = True
-        assert self._supervisor.wait(_STOP_S) == _INTERRUPTED, "it did not stop as one that is interrupted"
+        self._processes.stop()
         with self.stack.client() as client:
             cursor: Any = client.hget(self.stack.keys.source, "cursor")
         self.stack.configure(data={"epochs": int(cursor.split(b":")[0]) + 1})
-        self._supervisor = self.stack.start("run")
-        assert self._supervisor.wait(deadline_s) == 0, "the run did not come to its end"
+        self._processes.complete(deadline_s)
         self.witness.stop()
         return self.stack.snapshot()
 
@@ -111,7 +185,10 @@ class SoakRun:
 
     def close(self) -> None:
         """End everything."""
+        if self._site is not None:
+            self._site.fleet.end()
         self.adversary.close()
+        self.asker.end()
         self.stack.close()
         self.broker.kill()
         self.witness.end()

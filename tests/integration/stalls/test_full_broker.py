@@ -1,4 +1,4 @@
-"""A broker that is full, with a real server: who writes waits under a named cause, and nothing is lost.
+"""A broker that is full or takes no writes, with a real server: who writes waits under a named cause, nothing is lost.
 
 - What frees memory (hand-off, ack, dropped dead letters) and what tells who lives goes on meanwhile.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from sluice.pipeline.wire.waits import WaitKind
 from sluice.producers.submit import produce
 from sluice.workers.engine.hf import HfBackend
 from tests.decode_workers import working
+from tests.hosts.disks import SmallDisk
 from tests.integration.stalls.looking import TASK, HeldMatch, config_of, consuming, put_result, stalled, why
 from tests.killable_broker import KillableBroker
 from tests.roles import eventually, role_of
@@ -104,6 +106,62 @@ async def test_every_process_waits_for_room_and_goes_on(
     assert (now.enqueued, now.trained, now.dead, now.dropped) == (6, 6, 0, 0)
     assert now.redelivered_jobs == 0
     assert [row.name for row in now.processes] == []
+
+
+READ_ONLY = {
+    "replica": ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE", "it is a replica"),
+    "alone": ("CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0", "fewer replicas"),
+}
+
+
+@pytest.mark.parametrize("why_not", READ_ONLY)
+async def test_a_broker_that_takes_no_writes_is_the_cause_and_nobody_is_dead(
+    why_not: str, settings: BrokerConfig, small: Any, keys: Keys, tmp_path: Path
+) -> None:
+    """Its processes' heartbeats are as old as the refusal."""
+    refuse, allow, words = READ_ONLY[why_not]
+    config = config_of(settings, keys, tmp_path, 2)
+    async with role_of(config, "worker", "worker-0") as role:
+        await produce(config)
+        await role.status.beat()
+        await small.execute_command(*refuse.split())
+        try:
+            look, stall = await stalled(config, "broker_read_only")
+        finally:
+            await small.execute_command(*allow.split())
+    assert [each.kind for each in look.now.stalls] == ["broker_read_only"]
+    assert words in stall_text(look.now, stall).says
+    assert look.verdict.state == "stalled"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="fills a tmpfs, which only root can mount")
+async def test_a_broker_whose_disk_is_full_is_the_cause_and_goes_on_once_there_is_room(
+    keys: Keys, tmp_path: Path
+) -> None:
+    disk = SmallDisk(tmp_path / "disk", 1)
+    server = KillableBroker(disk.directory)
+    try:
+        server.start()
+        config = config_of(BrokerConfig(url=server.url, retry_for_s=60), keys, tmp_path, 2)
+        async with role_of(config, "worker", "worker-0") as role:
+            await produce(config)
+            disk.fill()
+            beats = asyncio.create_task(role.status.run())
+            look, stall = await stalled(config, "broker_read_only")
+            assert [each.kind for each in look.now.stalls] == ["broker_read_only"]
+            assert "its disk is full" in stall_text(look.now, stall).says
+            disk.free()
+
+            async def taken() -> bool:
+                kinds = {each.kind for each in (await why(config)).now.stalls}
+                return "broker_read_only" not in kinds and "no_process" not in kinds
+
+            await eventually(taken, "the broker to take writes again")
+            beats.cancel()
+            await asyncio.gather(beats, return_exceptions=True)
+    finally:
+        server.kill()
+        disk.close()
 
 
 async def test_a_full_broker_empties_itself(settings: BrokerConfig, small: Any, keys: Keys, tmp_path: Path) -> None:
