@@ -199,6 +199,7 @@ def _broker_full(now: Snapshot, stall: Stall) -> StallText:
 
 
 _READ_ONLY = {
+    "": ("for a reason of its own", "its log says why"),
     "disk": (
         "its disk is full or failing",
         "free its disk: it takes writes again by itself; its log and `redis-cli info persistence` say more",
@@ -217,7 +218,7 @@ _READ_ONLY = {
 
 def _broker_read_only(now: Snapshot, stall: Stall) -> StallText:
     """Ages of heartbeats mean nothing then."""
-    why, remedy = _READ_ONLY[now.broker.read_only] if now.broker and now.broker.read_only else ("", "")
+    why, remedy = _READ_ONLY[now.broker.read_only if now.broker else ""]
     return StallText(
         f"the broker refuses all writes: {why}", "every process waits and continues once it takes writes again", remedy
     )

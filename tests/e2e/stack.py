@@ -103,13 +103,13 @@ class Stack:
 
     def client(self) -> redis.Redis:
         """A blocking connection to the broker."""
-        return broker.connect_sync(self.broker_config)
+        return broker.connect_sync(self.broker_config, self.run)
 
     def snapshot(self) -> Snapshot:
         """The run as `sluice status` sees it."""
 
         async def read() -> Snapshot:
-            connection = broker.connect(self.broker_config)
+            connection = broker.connect(self.broker_config, self.run)
             try:
                 return await snapshot(connection, self.keys)
             finally:

@@ -1,4 +1,7 @@
-"""Small disks of one's own, to be filled: a tmpfs each."""
+"""Small disks of one's own, to be filled: a tmpfs each.
+
+Their source carries the pid of the test process, so that what a killed one left mounted is swept by the next.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 _BLOCK = 1 << 16
+_PREFIX = "sluice-test-"
 
 
 class SmallDisk:
@@ -16,7 +20,8 @@ class SmallDisk:
     def __init__(self, directory: Path, megabytes: int) -> None:
         self.directory = directory
         directory.mkdir(exist_ok=True)
-        command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(directory)]
+        source = f"{_PREFIX}{os.getpid()}"
+        command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", source, str(directory)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise OSError(done.stderr.strip())
@@ -36,7 +41,7 @@ class SmallDisk:
 
     def close(self) -> None:
         """Lazily: a process that still has a file open there does not hold it."""
-        subprocess.run(["umount", "-l", str(self.directory)], capture_output=True, check=False)
+        _unmount(str(self.directory))
 
 
 def no_small_disks(directory: Path) -> str | None:
@@ -44,7 +49,19 @@ def no_small_disks(directory: Path) -> str | None:
     if os.geteuid() != 0:
         return "disks that can be filled need root: a tmpfs is mounted"
     try:
+        _sweep()
         SmallDisk(directory / "probe", 1).close()
     except OSError as error:
         return f"disks that can be filled: {error}"
     return None
+
+
+def _unmount(directory: str) -> None:
+    subprocess.run(["umount", "-l", directory], capture_output=True, check=False)
+
+
+def _sweep() -> None:
+    for line in Path("/proc/mounts").read_text().splitlines():
+        source, directory = line.split()[:2]
+        if source.startswith(_PREFIX) and not Path("/proc", source.removeprefix(_PREFIX)).exists():
+            _unmount(directory)

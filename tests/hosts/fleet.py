@@ -21,6 +21,7 @@ _AGAIN_S = 0.2
 _LOOK_S = 0.05
 _HOPELESS = {2, 3, 5}  # configuration, data, model: a restart changes nothing
 _GROUPS = Path("/sys/fs/cgroup/memory")
+_PREFIX = "sluice-test-"
 
 
 @dataclass
@@ -40,7 +41,7 @@ class MemoryGroup:
     """A cgroup (version 1) with a memory limit; `close` removes it, once its processes are gone."""
 
     def __init__(self, name: str, limit_bytes: int) -> None:
-        self.path = _GROUPS / f"sluice-test-{os.getpid()}-{name}"
+        self.path = _GROUPS / f"{_PREFIX}{os.getpid()}-{name}"
         self.path.mkdir(exist_ok=True)
         (self.path / "memory.limit_in_bytes").write_text(str(limit_bytes))
 
@@ -56,24 +57,36 @@ class MemoryGroup:
 
     def close(self) -> None:
         """Processes that are left move to the group above."""
-        until = time.monotonic() + 5
-        while self.path.exists():
-            with contextlib.suppress(OSError):
-                for pid in (self.path / "tasks").read_text().split():
-                    with contextlib.suppress(OSError):
-                        (_GROUPS / "tasks").write_text(pid)
-                self.path.rmdir()
-            assert time.monotonic() < until, f"{self.path} could not be removed"
-            time.sleep(0.02)
+        _remove(self.path)
 
 
 def no_memory_groups() -> str | None:
     """Why this machine has none; None if it has."""
     try:
+        _sweep()
         MemoryGroup("probe", 1 << 30).close()
     except OSError as error:
         return f"memory limits need root and cgroups of version 1: {error}"
     return None
+
+
+def _remove(group: Path) -> None:
+    until = time.monotonic() + 5
+    while group.exists():
+        with contextlib.suppress(OSError):
+            for pid in (group / "tasks").read_text().split():
+                with contextlib.suppress(OSError):
+                    (_GROUPS / "tasks").write_text(pid)
+            group.rmdir()
+        assert time.monotonic() < until, f"{group} could not be removed"
+        time.sleep(0.02)
+
+
+def _sweep() -> None:
+    """What killed test processes left."""
+    for group in _GROUPS.glob(f"{_PREFIX}*"):
+        if not Path("/proc", group.name.removeprefix(_PREFIX).partition("-")[0]).exists():
+            _remove(group)
 
 
 class Fleet:

@@ -80,10 +80,10 @@ class HostStack(Stack):
         )
         self._server.wait_ready()
 
-    def start_on(self, host: str, role: str) -> Process:
-        """Start one role on a host."""
-        command = [str(BIN / "sluice"), role, "-c", str(self.config_file)]
-        return self.spawn(self.network.hosts[host].command(command), name=role)
+    def start_on(self, host: str, role: str, *options: str, **env: str) -> Process:
+        """Start one role, or another command on the run's configuration, on a host."""
+        command = [str(BIN / "sluice"), role, "-c", str(self.config_file), *options]
+        return self.spawn(self.network.hosts[host].command(command), name=role, **env)
 
     def start_on_hub(self, role: str) -> Process:
         """Start one role where producer, consumer and trainer are."""

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 from arq.connections import RedisSettings, create_pool
 from arq.jobs import JobStatus
 from redis.asyncio import Redis
 from redis.crc import key_slot
 
 from sluice.pipeline.broker import connection as broker
-from sluice.pipeline.broker.embedded import find_server
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.streams import ack_batches, batch_reader, hand_off, result_reader
@@ -39,87 +35,10 @@ from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys, run_of, tagged
 from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, decode
 from tests.factories import decode_job, sequence_result, training_sample
-from tests.killable_broker import free_ports
+from tests.failovers import PASSWORD, Cluster
 from tests.roles import eventually
 
-PASSWORD = "secret"
 PLENTY = Credit(max_in_flight=1000, samples_per_version=1000, max_staleness=1)
-
-
-class Cluster:
-    """Three primaries on loopback that share the slots."""
-
-    def __init__(self, directory: Path) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.ports, buses = free_ports(3), free_ports(3)
-        for port, bus in zip(self.ports, buses, strict=True):
-            home = directory / str(port)
-            home.mkdir()
-            text = f"port {port}\nbind 127.0.0.1\ndir {home}\nappendonly yes\nsave ''\nrequirepass {PASSWORD}\n"
-            text += f"masterauth {PASSWORD}\ncluster-enabled yes\ncluster-port {bus}\ncluster-node-timeout 2000\n"
-            (home / "server.conf").write_text(text)
-            command = [find_server(), str(home / "server.conf")]
-            self._processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
-        share = 16384 // 3 + 1
-        for k, port in enumerate(self.ports):
-            self.wait(lambda port=port: self.ask(port, "PING"))
-            slots = range(k * share, min((k + 1) * share, 16384))
-            self.ask(port, "CLUSTER", "ADDSLOTSRANGE", slots[0], slots[-1])
-            self.ask(port, "CLUSTER", "SET-CONFIG-EPOCH", k + 1)
-            for other in range(k):
-                self.ask(port, "CLUSTER", "MEET", "127.0.0.1", self.ports[other], buses[other])
-        for port in self.ports:
-            self.wait(lambda port=port: b"cluster_state:ok" in self.ask(port, "CLUSTER", "INFO"))
-            self.wait(lambda port=port: b"cluster_known_nodes:3" in self.ask(port, "CLUSTER", "INFO"))
-
-    @property
-    def url(self) -> str:
-        """Two of the nodes; the first is dead, as nobody promises that it lives."""
-        return f"redis://:{PASSWORD}@127.0.0.1:1,127.0.0.1:{self.ports[0]}/0"
-
-    def ask(self, port: int, *words: Any) -> Any:
-        with redis.Redis(port=port, password=PASSWORD, socket_timeout=5) as client:
-            raw: Any = client
-            connection = raw.connection_pool.get_connection()
-            try:
-                connection.send_command(*words)
-                return connection.read_response()
-            finally:
-                raw.connection_pool.release(connection)
-
-    def wait(self, holds: Any) -> None:
-        until = time.monotonic() + 30
-        while True:
-            try:
-                if holds():
-                    return
-            except (redis.RedisError, OSError):
-                pass
-            assert time.monotonic() < until, "the cluster did not come up"
-            time.sleep(0.02)
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-
-    def primary_of(self, slot: int) -> int:
-        """Its port."""
-        rows = self.ask(self.ports[0], "CLUSTER", "SLOTS")
-        return next(int(node[1]) for first, last, node, *_ in rows if first <= slot <= last)
-
-    def id_of(self, port: int) -> str:
-        return self.ask(port, "CLUSTER", "MYID").decode()
-
-    def move(self, slot: int, target: int) -> None:
-        """A slot with all of its keys to another node, key by key, as redis-cli does it."""
-        source = self.primary_of(slot)
-        self.ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", self.id_of(source))
-        self.ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", self.id_of(target))
-        while names := self.ask(source, "CLUSTER", "GETKEYSINSLOT", slot, 100):
-            self.ask(source, "MIGRATE", "127.0.0.1", target, "", 0, 5000, "AUTH", PASSWORD, "KEYS", *names)
-        for port in (target, source, *self.ports):
-            self.ask(port, "CLUSTER", "SETSLOT", slot, "NODE", self.id_of(target))
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,91 +12,11 @@ import pytest
 import redis
 
 from sluice.pipeline.broker import connection
-from sluice.pipeline.broker.embedded import find_server
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Own, RoleKey
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError
-from tests.killable_broker import free_ports
-
-PASSWORD = "secret"
-MASTER = "sluice"
-
-
-class Failover:
-    """A primary, a replica and three Sentinels that agree within about two seconds."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._processes = directory, dict[int, subprocess.Popen[bytes]]()
-        self.primary, self.replica, *self.sentinels = free_ports(5)
-        shared = f"bind 127.0.0.1\nrequirepass {PASSWORD}\nmasterauth {PASSWORD}\nappendonly yes\nsave ''\n"
-        shared += "repl-diskless-sync-delay 0\n"
-        self._start(self.primary, shared)
-        self._start(self.replica, f"{shared}replicaof 127.0.0.1 {self.primary}\n")
-        self.wait("the replica to follow", lambda: self._info(self.replica).get("master_link_status") == "up")
-        for port in self.sentinels:
-            watch = f"sentinel monitor {MASTER} 127.0.0.1 {self.primary} 2\nsentinel auth-pass {MASTER} {PASSWORD}\n"
-            quick = f"sentinel down-after-milliseconds {MASTER} 1000\nsentinel failover-timeout {MASTER} 5000\n"
-            self._start(port, f"bind 127.0.0.1\n{watch}{quick}", "--sentinel")
-        for port in self.sentinels:
-            self.wait("a Sentinel to answer", lambda port=port: self._hurry(port))
-        for port in self.sentinels:
-            self.wait("the Sentinels to know each other", lambda port=port: self._knows(port))
-
-    @property
-    def url(self) -> str:
-        """All Sentinels; the first one is dead, as nobody promises that it lives."""
-        return f"redis://:{PASSWORD}@" + ",".join(f"127.0.0.1:{port}" for port in [1, *self.sentinels]) + "/0"
-
-    def signal(self, port: int, number: int) -> None:
-        self._processes[port].send_signal(number)
-
-    def role_of(self, port: int) -> str:
-        return str(self._info(port).get("role"))
-
-    def wait(self, cause: str, holds: Any) -> None:
-        """Until it holds; a Sentinel ends all connections of the server whose role it changes."""
-        until = time.monotonic() + 60
-        while True:
-            try:
-                if holds():
-                    return
-            except (redis.RedisError, OSError):
-                pass
-            assert time.monotonic() < until, f"waited for {cause}"
-            time.sleep(0.05)
-
-    def close(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
-
-    def _start(self, port: int, settings: str, *options: str) -> None:
-        home = self._directory / str(port)
-        home.mkdir()
-        (home / "server.conf").write_text(f"port {port}\ndir {home}\n{settings}")
-        command = [find_server(), str(home / "server.conf"), *options]
-        self._processes[port] = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-
-    def _hurry(self, port: int) -> bool:
-        """Let a Sentinel look around several times a second; Redis 6 cannot and is only slower."""
-        with redis.Redis(port=port, socket_timeout=2) as client:
-            with contextlib.suppress(redis.ResponseError):
-                client.execute_command("SENTINEL DEBUG", "info-period", 500, "publish-period", 250)
-            return True
-
-    def _knows(self, port: int) -> bool:
-        with redis.Redis(port=port, socket_timeout=2) as client:
-            raw: Any = client
-            state = raw.sentinel_master(MASTER)
-            known = state["num-other-sentinels"] == 2 and state["num-slaves"] == 1 and state["is_master"]
-            # Only a replica whose own INFO it has read can be promoted.
-            return known and raw.sentinel_slaves(MASTER)[0]["master-link-status"] == "ok"
-
-    def _info(self, port: int) -> dict[str, Any]:
-        with redis.Redis(port=port, password=PASSWORD, socket_timeout=2) as client:
-            raw: Any = client
-            return raw.info("replication")
+from tests.failovers import MASTER, PASSWORD, Failover
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from tests.e2e.stack import Stack
 from tests.hosts.clocks import clock
-from tests.soak.battered_broker import BatteredBroker
+from tests.soak.battered_broker import BatteredBroker, ReplicatedBroker
 from tests.soak.leases import Leases, look
 from tests.soak.outsider import Outsider
-from tests.soak.plan import KINDS, Fault
+from tests.soak.plan import KINDS, Fault, Needs
 from tests.soak.roles import Roles
 from tests.soak.site import Site
 from tests.soak.witness import Witness, strike
@@ -57,7 +57,12 @@ class Adversary:
     """`deliver` one fault after the other, then `relent`. Without a site, faults of its kinds are skipped."""
 
     def __init__(
-        self, stack: Stack, broker: BatteredBroker, outsider: Outsider, witness: Witness, site: Site | None
+        self,
+        stack: Stack,
+        broker: BatteredBroker | ReplicatedBroker,
+        outsider: Outsider,
+        witness: Witness,
+        site: Site | None,
     ) -> None:
         self._stack, self._broker, self._outsider, self._witness = stack, broker, outsider, witness
         self._site, self._roles = site, Roles(stack)
@@ -69,7 +74,7 @@ class Adversary:
     def deliver(self, fault: Fault) -> str:
         """Returns what was hit, for the log."""
         needs = KINDS[fault.kind].needs
-        if needs and (reason := "one host for all" if self._site is None else self._site.lacks(needs)):
+        if reason := self._lacks(needs):
             self.skipped.append(fault.kind)
             return f"skipped: {reason}"
         blow = self._strike(fault)
@@ -80,6 +85,11 @@ class Adversary:
             self._later(fault.hold_s, lambda: self._end(blow))
             return f"{blow.hit} for {fault.hold_s:.1f} s"
         return blow.hit
+
+    def _lacks(self, needs: Needs) -> str | None:
+        if needs == "single":
+            return "what others bring is brought to a single server" if self._broker.is_replicated else None
+        return None if not needs else "one host for all" if self._site is None else self._site.lacks(needs)
 
     def relent(self) -> None:
         """Returns when everything that was stopped goes on."""

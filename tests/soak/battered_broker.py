@@ -1,4 +1,4 @@
-"""A broker that is killed, and that hangs."""
+"""Brokers that are killed, and that hang: one server, or several that fail over."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import redis
 
+from tests.failovers import Cluster, Failover
 from tests.killable_broker import KillableBroker
 
 _READY_S = 30.0
@@ -21,6 +22,10 @@ class BatteredBroker(KillableBroker):
     def __init__(self, directory: Path, **where: Any) -> None:
         super().__init__(directory, **where)
         self._options += ["--save", ""]
+
+    is_replicated = False
+    settings: ClassVar[dict[str, Any]] = {}
+    """The section `broker` of a configuration."""
 
     def start(self) -> None:
         """On its own data; returns when it answers."""
@@ -62,3 +67,52 @@ class BatteredBroker(KillableBroker):
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         with redis.Redis.from_url(self.url, socket_timeout=2) as client:
             return question(client)
+
+
+class ReplicatedBroker:
+    """A primary and its replica, under Sentinels or in a cluster. What was the primary when it was hit is healed."""
+
+    is_replicated = True
+
+    def __init__(self, servers: Failover | Cluster) -> None:
+        self._servers, self._hit = servers, servers.data_ports[0]
+        self.url, self.settings = servers.url, servers.settings
+
+    def kill(self) -> None:
+        """SIGKILL to the primary; the replica takes over unless it is back before."""
+        self._hit = self._primary()
+        self._servers.signal(self._hit, signal.SIGKILL)
+
+    def start(self) -> None:
+        """Returns when both are in step."""
+        self._servers.start_again(self._hit)
+        self._in_step()
+
+    def stall(self) -> None:
+        """SIGSTOP to the primary: once it goes on, it may have been replaced and not know."""
+        self._hit = self._primary()
+        self._servers.signal(self._hit, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT; returns when both are in step."""
+        self._servers.signal(self._hit, signal.SIGCONT)
+        self._in_step()
+
+    def used_memory(self) -> int:
+        """Bytes, of the primary."""
+        return int(self._servers.info(self._primary(), "memory")["used_memory"])
+
+    def close(self) -> None:
+        self._servers.close()
+
+    def _in_step(self) -> None:
+        self._servers.wait("the replica to be in step", self._is_in_step)
+
+    def _is_in_step(self) -> bool:
+        states = [self._servers.info(port) for port in self._servers.data_ports]
+        followers = [state for state in states if state["role"] == "slave"]
+        return len(followers) == 1 and followers[0]["master_link_status"] == "up"
+
+    def _primary(self) -> int:
+        self._in_step()
+        return next(port for port in self._servers.data_ports if self._servers.role_of(port) == "master")

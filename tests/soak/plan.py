@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Needs = Literal["", "hosts", "disks", "memory", "clocks"]
+Needs = Literal["", "hosts", "relay", "disks", "memory", "clocks", "single"]
 
 
 class Kind(NamedTuple):
@@ -21,12 +21,15 @@ class Kind(NamedTuple):
 
     weight: int
     longest_s: float = 0.0  # it holds up to so long; 0: there is nothing to end
-    needs: Needs = ""  # what only root, or one more package, gives a machine
+    needs: Needs = ""  # what only root, or one more package, gives a machine; `single`: a broker that isn't replicated
 
 
 _STOP_S = 6.0  # longer than a lease and than a role's ownership (5 s)
 _AWAY_S = 16.0  # long enough to be seen as dead (6 s), and to be explained (10 s)
-_LINKS = ("cut", "unplug", "unroute", "hang", "narrow", "delay")
+_LINKS: dict[str, Needs] = {
+    **dict.fromkeys(("cut", "unplug", "unroute", "narrow"), "hosts"),
+    **dict.fromkeys(("hang", "delay"), "relay"),
+}
 _ROLES = {"worker": 3, "consumer": 2, "trainer": 2, "producer": 1}
 
 KINDS: dict[str, Kind] = {  # "verb role" but for what comes from outside
@@ -40,10 +43,14 @@ KINDS: dict[str, Kind] = {  # "verb role" but for what comes from outside
     "stop trainer": Kind(6, _STOP_S),
     "stop producer": Kind(3, _STOP_S),
     "stop broker": Kind(7, 13.0),
-    "poison job": Kind(3),
-    "malformed entry": Kind(14),
-    "junk result": Kind(3),
-    **{f"{verb} {role}": Kind(weight, _AWAY_S, "hosts") for verb in _LINKS for role, weight in _ROLES.items()},
+    "poison job": Kind(3, needs="single"),
+    "malformed entry": Kind(14, needs="single"),
+    "junk result": Kind(3, needs="single"),
+    **{
+        f"{verb} {role}": Kind(weight, _AWAY_S, needs)
+        for verb, needs in _LINKS.items()
+        for role, weight in _ROLES.items()
+    },
     **{f"clock {role}": Kind(2, 0.0, "clocks") for role in _ROLES},
     "fill run": Kind(4, _AWAY_S, "disks"),
     "fill broker": Kind(4, _AWAY_S, "disks"),

@@ -10,14 +10,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 from pathlib import Path
+from typing import Literal
 
+from redis.crc import key_slot
+
+from sluice.pipeline.wire.keys import Keys
 from tests.e2e.stack import Stack
+from tests.failovers import Cluster, Failover
 from tests.hosts.clocks import LIBRARY, NEEDED
 from tests.hosts.disks import SmallDisk, no_small_disks
 from tests.hosts.fleet import Fleet, MemoryGroup, Seat, no_memory_groups
 from tests.hosts.network import Host, Network, missing
 from tests.hosts.relay import Relay
-from tests.soak.battered_broker import BatteredBroker
+from tests.soak.battered_broker import BatteredBroker, ReplicatedBroker
 from tests.soak.plan import Needs
 
 _RELAY_PORT, _BROKER_PORT = 6379, 6380
@@ -37,13 +42,14 @@ class Site:
 
     def __init__(self, directory: Path, workers: int, consumers: int) -> None:
         self._directory, self._scope = directory, contextlib.ExitStack()
-        self._numbers = itertools.count()
+        self._numbers, self.url = itertools.count(), ""  # the broker's, as roles reach it
         names = ["trainer", "producer"]
         names += [f"consumer-{number}" for number in range(consumers)]
         names += [f"worker-{number}" for number in range(workers)]
         self.names, self.disks = names, dict[str, SmallDisk]()
         self._lacks: dict[Needs, str | None] = {
             "hosts": None,
+            "relay": None,
             "disks": no_small_disks(directory),
             "memory": no_memory_groups(),
             "clocks": None if LIBRARY else NEEDED,
@@ -72,6 +78,18 @@ class Site:
         path.mkdir(exist_ok=True)
         return path
 
+    def make_replicated_broker(self, kind: Literal["sentinel", "cluster"], run: str) -> ReplicatedBroker:
+        """It is started. Addresses of servers come from Sentinels and nodes, so no relay can be before them."""
+        where = self.disk("broker"), self.broker.address, self.broker.command
+        servers = (
+            Failover(*where) if kind == "sentinel" else Cluster(*where, replicated=key_slot(Keys(run).prefix.encode()))
+        )
+        self._scope.callback(servers.close)
+        self._lacks["relay"] = "a relay would have to be announced as the server"
+        broker = ReplicatedBroker(servers)
+        self.url = broker.url
+        return broker
+
     def make_broker(self) -> BatteredBroker:
         """It is started, and the relay before it."""
         broker = BatteredBroker(
@@ -81,6 +99,7 @@ class Site:
         broker.start()
         self.relay = Relay(self.broker.address, _RELAY_PORT, (broker.address, broker.port))
         self._scope.callback(self.relay.close)
+        self.url = f"redis://{self.broker.address}:{_RELAY_PORT}/0"
         return broker
 
     def make_fleet(self, stack: Stack) -> Fleet:
@@ -89,11 +108,6 @@ class Site:
         self.fleet = Fleet(seats, mark=stack.mark, directory=stack.directory, config_file=stack.config_file)
         self._scope.callback(self.fleet.end)
         return self.fleet
-
-    @property
-    def url(self) -> str:
-        """The broker's, as roles reach it."""
-        return f"redis://{self.broker.address}:{_RELAY_PORT}/0"
 
     def host_of(self, name: str) -> Host:
         """The host of a process."""

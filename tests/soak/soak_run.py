@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import redis
 
@@ -21,7 +21,7 @@ from sluice.pipeline.status.snapshot import Snapshot
 from tests.e2e.fixtures import detection_rows
 from tests.e2e.stack import STOPPED, Row, Stack
 from tests.soak.adversary import Adversary
-from tests.soak.battered_broker import BatteredBroker
+from tests.soak.battered_broker import BatteredBroker, ReplicatedBroker
 from tests.soak.explanation import Asker
 from tests.soak.outsider import Outsider
 from tests.soak.plan import Fault
@@ -33,6 +33,7 @@ ROWS = 20
 SPOILT_ROW = 7  # its truth cannot be read: every sequence of it is dropped
 LEASE_S = 3.0
 KEEP_RESULT_S = 60.0  # longer than any fault: an answer that got lost is asked for again within it
+BrokerKind = Literal["single", "sentinel", "cluster"]
 _INTERRUPTED = 130
 _START_S = 240.0
 _STOP_S = 90.0
@@ -117,17 +118,15 @@ class _OnHosts:
 class SoakRun:
     """One run, its broker, what attacks it and what watches it."""
 
-    def __init__(self, directory: Path, model: Path, *, workers: int, consumers: int, site: Site | None) -> None:
+    def __init__(
+        self, directory: Path, model: Path, *, workers: int, consumers: int, site: Site | None, broker: BrokerKind
+    ) -> None:
         self._site = site
-        if site is None:
-            (directory / "broker").mkdir()
-            self.broker = BatteredBroker(directory / "broker")
-            self.broker.start()
-        else:
-            self.broker = site.make_broker()
+        self.stack = Stack(directory, None, model, soak_rows(), "detection").configure(**_SECTIONS)
+        self.broker = self._make_broker(broker)
         self.memory_before = self.broker.used_memory()
-        self.stack = Stack(directory, self.broker.url, model, soak_rows(), "detection").configure(**_SECTIONS)
-        self.stack.configure(worker={"count": workers}, consumer={"count": consumers})
+        self.stack.broker_url = self.broker.url
+        self.stack.configure(worker={"count": workers}, consumer={"count": consumers}, broker=self.broker.settings)
         if site is not None:
             # A broker that does not answer is given up soon enough to be asked again within a fault.
             self.stack.configure(broker={"socket_timeout_s": 2.0, "connect_timeout_s": 2.0})
@@ -139,6 +138,19 @@ class SoakRun:
         self.log: list[str] = []
         self._began = time.monotonic()
         self._processes = _Supervised(self.stack) if site is None else _OnHosts(self.stack, site)
+
+    def _make_broker(self, kind: BrokerKind) -> BatteredBroker | ReplicatedBroker:
+        if self._site is not None:
+            return (
+                self._site.make_broker()
+                if kind == "single"
+                else self._site.make_replicated_broker(kind, self.stack.run)
+            )
+        assert kind == "single", "brokers that fail over are put on hosts of their own: that needs root"
+        (self.stack.directory / "broker").mkdir()
+        broker = BatteredBroker(self.stack.directory / "broker")
+        broker.start()
+        return broker
 
     def endure(self, plan: Sequence[Fault], for_s: float = math.inf) -> int:
         """Every fault of the plan, in its order; no further one after `for_s`. Returns how many there were."""
@@ -190,5 +202,6 @@ class SoakRun:
         self.adversary.close()
         self.asker.end()
         self.stack.close()
-        self.broker.kill()
+        if self._site is None:
+            self.broker.kill()
         self.witness.end()

@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.chaos.blows import chaos_seed
@@ -22,10 +23,11 @@ from tests.soak.explanation import Findings, judge
 from tests.soak.parts import Parts
 from tests.soak.plan import Plan
 from tests.soak.site import Site, why_none
-from tests.soak.soak_run import LEASE_S, SoakRun
+from tests.soak.soak_run import LEASE_S, BrokerKind, SoakRun
 from tests.soak.verdict import Verdict
 
 FAULTS = int(os.environ.get("SLUICE_SOAK_FAULTS") or 3)
+BROKER: BrokerKind = msgspec.convert(os.environ.get("SLUICE_SOAK_BROKER") or "single", BrokerKind)
 FOR_S = 60 * float(os.environ.get("SLUICE_SOAK_MINUTES") or math.inf)
 _LONG = 60  # faults; from here on it is a soak with more processes
 _END_S = 300.0
@@ -45,7 +47,8 @@ def test_faults_lose_nothing_and_repeat_nothing(tmp_path: Path, spinning_model: 
         print(f"one host for all: {reason}")
     site = None if reason else Site(tmp_path, workers, consumers)
     try:
-        run = SoakRun(tmp_path, spinning_model, workers=workers, consumers=consumers, site=site)
+        many = {"workers": workers, "consumers": consumers}
+        run = SoakRun(tmp_path, spinning_model, **many, site=site, broker=BROKER)
         try:
             endure(run, plan, parts, long=long)
         except BaseException:
@@ -73,6 +76,7 @@ def endure(run: SoakRun, plan: Plan, parts: Parts, *, long: bool) -> None:
         summary["passed"] = True
     finally:
         skipped = run.adversary.skipped
+        summary["broker"] = BROKER
         summary |= {"seed": plan.seed, "faults": len(plan), "from": parts.next, "done": len(done)}
         summary |= {"skipped": len(skipped), "by_kind": Plan.counted(done), "why": explained.summary()}
         print(json.dumps({**summary, **verdict.summary()}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 import pytest
@@ -245,6 +245,19 @@ def test_a_full_broker_comes_first_and_names_since_when() -> None:
     assert "it has refused 3 writes so far" in text.says
     assert stalls(state(broker=BrokerUse(used_bytes=980, max_bytes=1000))) == []
     assert stalls(state(broker=BrokerUse(used_bytes=980))) == []
+
+
+@pytest.mark.parametrize(
+    ("read_only", "words"), [("disk", "its disk is full"), ("replica", "a replica"), ("alone", "fewer replicas")]
+)
+def test_under_a_broker_that_takes_no_writes_silence_is_nobodys_death(
+    read_only: Literal["disk", "replica", "alone"], words: str
+) -> None:
+    rows = [process(role, age_s=30) for role in ROLES]
+    stall, text = only(now := state(*rows, broker=BrokerUse(read_only=read_only))), text_of(now)
+    assert (stall.kind, stall.since, stall.blocks) == ("broker_read_only", NOW - 30, True)
+    assert words in text.says
+    assert only(state(*rows, broker=BrokerUse())).kind == "no_process"
 
 
 def test_credit_says_which_limit_and_who_holds_it() -> None:

@@ -1,0 +1,53 @@
+"""How looks at a run are judged: a cause must be named in time, and no cause that nothing has."""
+
+from __future__ import annotations
+
+from tests.soak.adversary import Blow
+from tests.soak.explanation import Look, judge
+from tests.soak.plan import Fault
+
+
+def blow(kind: str, *names: str, began: float = 100.0, ended: float = 120.0) -> Blow:
+    fault = Fault(number=1, kind=kind, pause_s=5, pick=0, hold_s=ended - began, eager=False, seed=1)
+    return Blow(fault, frozenset(names), "", began, lambda: None, ended)
+
+
+def look(at: float, *stalls: tuple[str, str | None, bool], count: int = 0, state: str = "stalled") -> Look:
+    return Look(at, at + 1, list(stalls), (count,), state)
+
+
+GONE = ("trainer_dead", "trainer", True)
+
+
+def test_a_cause_named_in_time_is_named_and_a_late_one_is_a_problem() -> None:
+    cut = blow("cut trainer", "trainer")
+    found = judge([look(104, count=1, state="moving"), look(108, GONE), look(115, GONE)], [cut])
+    assert (found.named, found.problems) == (1, [])
+    late = judge([look(104, count=1, state="moving"), look(112, GONE)], [cut])
+    assert (late.named, len(late.problems)) == (0, 1)
+    assert "not named as trainer_dead" in late.problems[0]
+    behind = judge([look(104), look(112, GONE)], [cut, blow("stop broker", "broker", began=99, ended=105)])
+    assert behind.hidden == 1
+
+
+def test_another_process_of_that_name_is_not_the_cause() -> None:
+    found = judge([look(108, ("trainer_dead", "other", True)), look(112, GONE)], [blow("cut trainer", "trainer")])
+    assert found.named == 0
+
+
+def test_a_cause_that_no_fault_has_is_a_problem() -> None:
+    wrong = ("broker_read_only", None, True)
+    assert "named, and no fault of then has it" in judge([look(5, wrong)], []).problems[0]
+    assert judge([look(108, wrong)], [blow("fill broker", "broker")]).problems == []
+    assert judge([look(5, ("runs_alone", None, False), count=1)], []).problems == []
+
+
+def test_a_standstill_without_a_cause_is_a_problem() -> None:
+    still = [look(at, state="waiting") for at in range(10, 24, 2)]
+    [problem] = judge(still, []).problems
+    assert problem.startswith("nothing moved for 13 s, unexplained")
+    moving = [look(at, state="waiting", count=int(at)) for at in range(10, 24, 2)]
+    assert judge(moving, []).problems == []
+    explained = [look(at, ("no_worker", "worker-0", True)) for at in range(102, 116, 2)]
+    assert judge(explained, [blow("hang worker", "worker-0")]).standstills == 1
+    assert judge(explained, [blow("hang worker", "worker-0")]).problems == []
