@@ -9,9 +9,12 @@ VLLM ?= cpu
 TEST_PROCS ?= 2
 TESTS ?=
 ARGS ?=
-# Of `make soak`: how many faults, and the seed of an earlier soak to repeat its plan (empty: a new one).
+# Of `make soak`: how many faults, and the seed of an earlier soak to repeat its plan (empty: a new one). MINUTES: stop
+# after so many; the next soak with that seed and number goes on there. BROKER: single, sentinel or cluster.
 FAULTS ?= 200
 SEED ?=
+MINUTES ?=
+BROKER ?=
 
 BIN := .venv/bin
 PYTEST = $(BIN)/python -m pytest -q -n $(TEST_PROCS) --dist loadgroup
@@ -69,7 +72,8 @@ test-redis8: setup ## The queue's suites on redis-py 8; arq asks for less than 6
 
 # The mutants alone (minutes): make soak TESTS=tests/soak/test_fuzz.py
 soak: setup ## Random faults against real processes, mutants of all they read (FAULTS=200, SEED=n repeats one)
-	@SLUICE_SOAK_FAULTS=$(FAULTS) SLUICE_CHAOS_SEED=$(SEED) SLUICE_FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -q -s -m soak $(or $(TESTS),tests/soak) $(ARGS)
+	@SLUICE_SOAK_FAULTS=$(FAULTS) SLUICE_SOAK_MINUTES=$(MINUTES) SLUICE_SOAK_BROKER=$(BROKER) SLUICE_SOAK_PARTS=.soak.jsonl \
+	SLUICE_CHAOS_SEED=$(SEED) SLUICE_FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -q -s -m soak $(or $(TESTS),tests/soak) $(ARGS)
 
 check: setup ## Lint, format, types, import contracts, configs, house rules
 	@$(BIN)/ruff check .
