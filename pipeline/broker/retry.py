@@ -97,7 +97,7 @@ class UntilRetry(Retry):
         for_s = 0 if _inside.get() else self._for_s
         outage = Outage(for_s)
         token = _inside.set(True)
-        failures, call = 0, object()
+        failures, call, began = 0, object(), time.monotonic()
         try:
             while True:
                 try:
@@ -116,6 +116,8 @@ class UntilRetry(Retry):
                         _note_wait(call, at_most_s=for_s)
                     else:
                         _forget_wait(call)
+                        if for_s > 0 and time.monotonic() - began >= _SAY_AFTER_S:
+                            _say("waiting for the broker", error=str(error), at_most_s=for_s)
                 failures += 1
                 await asyncio.sleep(self._backoff.compute(failures))  # type: ignore[no-untyped-call]
         finally:
@@ -248,15 +250,16 @@ FULL_REMEDY = (
     "give it more memory (`redis-cli config set maxmemory 4gb`, and in its configuration file), or free some "
     "(`sluice dlq drop`, finished runs); producer.max_in_flight_mb limits what a run holds"
 )
+_SAY_AFTER_S = 2.0
 _SAY_EVERY_S = 30.0
 
 
 class _Room:
-    """Waits for memory in this process."""
+    """Waits of this process."""
 
     def __init__(self) -> None:
-        self.calls: dict[object, float] = {}  # waiting call → since when, Unix s
-        self.said = 0.0  # Unix s
+        self.calls: dict[object, float] = {}  # call that waits for memory → since when, Unix s
+        self.said: dict[str, float] = {}  # what the log said → when, monotonic s
 
 
 _room = _Room()
@@ -274,11 +277,16 @@ def waits_for_room() -> float | None:
 
 def _note_wait(call: object, *, at_most_s: float) -> None:
     """Record that this call waits for memory."""
-    now = time.time()
-    _room.calls.setdefault(call, now)
-    if now - _room.said >= _SAY_EVERY_S:
-        _room.said = now
-        get_logger().warning("the broker is full; waiting for space", at_most_s=at_most_s, help=FULL_REMEDY)
+    _room.calls.setdefault(call, time.time())
+    _say("the broker is full; waiting for space", at_most_s=at_most_s, help=FULL_REMEDY)
+
+
+def _say(what: str, **facts: object) -> None:
+    """Warn; not again soon, however many calls wait."""
+    now = time.monotonic()
+    if now - _room.said.get(what, -_SAY_EVERY_S) >= _SAY_EVERY_S:
+        _room.said[what] = now
+        get_logger().warning(what, **facts)
 
 
 def _forget_wait(call: object) -> None:

@@ -12,7 +12,7 @@ import pytest
 import redis
 from redis.asyncio import Redis
 
-from sluice.pipeline.broker import connection
+from sluice.pipeline.broker import connection, retry
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, Own, RoleKey
 from sluice.pipeline.config.types import BrokerConfig
@@ -82,13 +82,17 @@ async def test_a_stalled_broker_that_takes_connections_and_answers_none_is_waite
     await client.aclose()
 
 
-async def test_a_stalled_broker_that_takes_no_more_bytes_is_waited_for(server: KillableBroker) -> None:
+async def test_a_stalled_broker_that_takes_no_more_bytes_is_waited_for(
+    server: KillableBroker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry._room, "said", {})  # an earlier test's wait would be named for both
     client = await started(server, timeout_s=3.0)
     assert await client.set("a", 1)
     server.signal(signal.SIGSTOP)
     big = asyncio.create_task(client.set("big", bytes(32 << 20)))
     await asyncio.sleep(4.0)  # a time-out of the write
     assert not big.done()
+    assert "waiting for the broker" in capsys.readouterr().err
     server.signal(signal.SIGCONT)
     assert await asyncio.wait_for(big, 60)
     await client.aclose()
