@@ -15,6 +15,7 @@ from typing import Literal
 from redis.crc import key_slot
 
 from sluice.pipeline.wire.keys import Keys
+from tests.e2e.processes import end_all
 from tests.e2e.stack import Stack
 from tests.failovers import Cluster, Failover
 from tests.hosts.clocks import LIBRARY, NEEDED
@@ -26,7 +27,7 @@ from tests.soak.battered_broker import BatteredBroker, ReplicatedBroker
 from tests.soak.plan import Needs
 
 _RELAY_PORT, _BROKER_PORT = 6379, 6380
-_BROKER_MB, _RUN_MB = 200, 120
+_DISKS = {"broker": ("broker-disk", 200), "run": ("runs", 120)}  # name → its place, megabytes
 _STARVED_BYTES = 100 << 20
 _COMMANDS = {"trainer": "train", "producer": "produce", "consumer": "consume", "worker": "worker"}
 BROKER = "broker"
@@ -60,9 +61,9 @@ class Site:
             self.network.open()
             self.broker = self.network.hosts[BROKER]
             self._scope.enter_context(self.broker.inside())  # so is whatever this thread starts from here on
-            for name, megabytes in (("broker", _BROKER_MB), ("run", _RUN_MB)):
+            for name, (place, megabytes) in _DISKS.items():
                 if self.lacks("disks") is None:
-                    self.disks[name] = disk = SmallDisk(directory / f"{name}-disk", megabytes)
+                    self.disks[name] = disk = SmallDisk(directory / place, megabytes)
                     self._scope.callback(disk.close)
         except BaseException:
             self.close()
@@ -73,8 +74,8 @@ class Site:
         return self._lacks[needs]
 
     def disk(self, name: str) -> Path:
-        """A directory on that disk, or an ordinary one."""
-        path = self.disks[name].directory if name in self.disks else self._directory / f"{name}-disk"
+        """Its directory, an ordinary one where there can't be small disks."""
+        path = self._directory / _DISKS[name][0]
         path.mkdir(exist_ok=True)
         return path
 
@@ -106,6 +107,7 @@ class Site:
         """Nothing of it is started."""
         seats = [Seat(name, _COMMANDS[name.partition("-")[0]], self.network.hosts[name]) for name in self.names]
         self.fleet = Fleet(seats, mark=stack.mark, directory=stack.directory, config_file=stack.config_file)
+        self._scope.callback(end_all, [], stack.mark)
         self._scope.callback(self.fleet.end)
         return self.fleet
 

@@ -130,7 +130,6 @@ class SoakRun:
         if site is not None:
             # A broker that does not answer is given up soon enough to be asked again within a fault.
             self.stack.configure(broker={"socket_timeout_s": 2.0, "connect_timeout_s": 2.0})
-            self.stack.run_dir.parent.symlink_to(site.disk("run"))
         self.outsider = Outsider(self.stack)
         self.witness = Witness(self.stack, self.outsider.poison, Roles(self.stack).pid)
         self.adversary = Adversary(self.stack, self.broker, self.outsider, self.witness, site)
