@@ -173,6 +173,7 @@ class StatusReporter:
         """Publish until cancelled; occasionally remove the rows of processes that died long ago."""
         due = time.monotonic()
         while True:
+            began = time.monotonic()
             try:
                 await self.beat()
                 if time.monotonic() >= due:
@@ -180,7 +181,9 @@ class StatusReporter:
                     await forget_dead(self._client, self._keys)
             except ResponseError as error:  # the key has another type: work continues without status
                 self._unreadable.skip(self._keys.processes, self.row.name, error)
-            await asyncio.sleep(BEAT_S)
+            # One that an outage held up says how it was before: the next one follows at once.
+            is_late = time.monotonic() - began > ALIVE_S / 2
+            await asyncio.sleep(0 if is_late else BEAT_S)
 
     async def farewell(self) -> None:
         """Remove the row: this process ended cleanly."""

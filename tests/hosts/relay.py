@@ -108,6 +108,8 @@ class Relay:
         tasks = [self._keep(each) for each in passing]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # the relay is closed: asyncio's server takes no cancelled task
+            return
         finally:
             for task in tasks:
                 task.cancel()

@@ -48,6 +48,7 @@ def test_a_link_that_drops_and_a_one_way_stall_are_named_and_cost_nothing(
 
 def bear(stack: HostStack, worker: Process, harm: Callable[[], Callable[[], None]]) -> None:
     """Harm the worker's network until `status --why` has named it, then wait for its next work."""
+    stack.wait(lambda now: worker.name in {row.name for row in now.alive("worker")}, "its heartbeat")
     heal = harm()
     stack.wait(lambda now: worker.name not in {row.name for row in now.alive("worker")}, "its heartbeats to be missed")
     asked = stack.start_on(BROKER, "status", "--why", "--json")
