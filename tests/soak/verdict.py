@@ -27,7 +27,7 @@ DATA_ALLOWANCE = 512 << 10
 SERVER_ALLOWANCE = 3 << 20
 _LASTING = (  # of a run, however many jobs it had
     *("counts", "versions", "latest", "source", "state", "metrics", "processes", "dropped", "batches", "results:"),
-    *("dlq", "owner:", "wake", "jobs:health-check"),
+    *("dlq", "owner:", "wake", "jobs:health-check", "contract", "incarnation"),
 )
 
 
