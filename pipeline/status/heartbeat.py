@@ -36,6 +36,7 @@ FORGET_S = 3600.0  # a dead process is shown for this long
 _FORGET_EVERY_S = 600.0
 _LAST_S = 2.0  # a failed process doesn't wait longer to report its error
 _WORDS = 600  # characters
+_JITTER_S = 0.5
 _NUMBERS = frozenset((
     "version", "refused_version", "running", "sequences", "tokens", "memory_bytes", "cpu_ms", "step", "samples",
     "handed", "pending", "open_groups", "rollouts", "requests", "answered", "failed", "llm_calls", "scored",
@@ -104,6 +105,7 @@ class StatusReporter:
     def __init__(self, client: Redis, keys: Keys, role: str, name: str) -> None:
         self._client, self._keys, self._unreadable = client, keys, Unreadable()
         self._ahead_s: float | None = None  # this host's clock before the broker's
+        self._started = 0.0  # by the broker's; views tell two lives of a name apart by it
         self.row = Heartbeat(
             role=role, name=name, pid=os.getpid(), host=socket.gethostname(), started=time.time(), facts={}
         )
@@ -130,8 +132,9 @@ class StatusReporter:
         """The row as it is published now."""
         if self._ahead_s is None:
             self._compare_clocks(await cast("Awaitable[Any]", cast(Any, self._client).time()), 0.0)
+            self._started = self.row.started - (self._ahead_s or 0.0)
         ahead_s, self.row.at = self._ahead_s or 0.0, time.time()
-        row = replace(self.row, started=self.row.started - ahead_s, at=self.row.at - ahead_s)
+        row = replace(self.row, started=self._started, at=self.row.at - ahead_s)
         row.ended_at = None if row.ended_at is None else row.ended_at - ahead_s
         wait = row.wait
         if (since := retry.waits_for_room()) is not None:
@@ -152,10 +155,14 @@ class StatusReporter:
         self._compare_clocks(answer, time.monotonic() - asked)
 
     def _compare_clocks(self, answer: Any, took_s: float) -> None:
-        """Not by an answer that was long on its way (an outage, a pause of this process), unless it is the first."""
-        if took_s < BEAT_S or self._ahead_s is None:
-            seconds, micros = map(int, answer)
-            self._ahead_s = time.time() - (seconds + micros / 1e6)
+        """Not by an answer that was long on its way (an outage, a pause of this process), unless it is the first.
+
+        Small changes are the way's: times that do not change must not jitter.
+        """
+        seconds, micros = map(int, answer)
+        ahead_s, before_s = time.time() - (seconds + micros / 1e6), self._ahead_s
+        if before_s is None or (took_s < BEAT_S and abs(ahead_s - before_s) > _JITTER_S):
+            self._ahead_s = ahead_s
 
     async def last_words(self, error: BaseException) -> None:
         """Publish why this process ends, best effort; never raises."""

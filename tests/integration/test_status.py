@@ -173,6 +173,9 @@ async def test_a_hosts_clock_decides_neither_who_is_alive_nor_who_is_forgotten(
     for value in (rows["w"].at, rows["w"].started, rows["w"].wait and rows["w"].wait.since):
         assert value == pytest.approx(real(), abs=5)
     await status.beat()  # the host's clock has been put right
+    await status.beat()
+    [again] = [row for row in (await snapshot(client, keys)).processes if row.name == "w"]
+    assert (again.started, again.at) == (rows["w"].started, pytest.approx(real(), abs=5))
     assert status.broker_time() == pytest.approx(real(), abs=5)
 
 
