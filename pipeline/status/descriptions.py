@@ -332,7 +332,10 @@ def _consumer_lag(now: Snapshot, stall: Stall) -> StallText:
     partitions = sum(lag.stream.startswith(ROLES["consumer"].stream) for lag in now.lag)
     unread, oldest_s = sum(lag.entries - lag.taken for lag in late), now.at - (stall.since or now.at)
     who = f"{counted(len(consumers), 'consumer')} for {counted(partitions, 'partition')}"
+    more, dead = "", now.process(stall.process)
     if len(consumers) < partitions:
+        if dead is not None:
+            more = f"{dead.name} {'failed' if dead.ended_at else 'went silent'} {length(dead.age_s)} ago"
         remedy = f"a partition has no consumer: start another `sluice {ROLES['consumer'].command} -c CONFIG`"
     else:
         remedy = (
@@ -341,7 +344,7 @@ def _consumer_lag(now: Snapshot, stall: Stall) -> StallText:
         )
     return StallText(
         f"{waiting(unread, 'result')} unread, the oldest for {length(oldest_s)}, with {who} ({', '.join(consumers)})",
-        "",
+        more,
         remedy,
     )
 

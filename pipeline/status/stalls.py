@@ -167,7 +167,8 @@ def _consumer_lag(now: Snapshot) -> list[Stall]:
     late = late_results(now)
     if not late or not is_played(now, "consumer"):
         return []
-    return [Stall(kind="consumer_lag", role="consumer", since=now.at - max(lag.unread_s or 0 for lag in late))]
+    since, dead = now.at - max(lag.unread_s or 0 for lag in late), dead_rows(now, "consumer")
+    return [Stall(kind="consumer_lag", role="consumer", process=dead[-1].name if dead else None, since=since)]
 
 
 def _credit_exhausted(now: Snapshot) -> list[Stall]:

@@ -456,7 +456,7 @@ class WeightVersion(Wire, frozen=True, kw_only=True, tag="weight_version"):
     branch: int = 0  # first version of its branch: 0, or the first one after a return to an older version
     step: int = 0  # the optimiser step whose weights it has
     trace: dict[str, str] = {}  # of that step
-    published_at: float = 0.0
+    published_at: float = 0.0  # Unix s by the broker's clock
 
     def __post_init__(self) -> None:
         check_time(self.published_at, "published_at")

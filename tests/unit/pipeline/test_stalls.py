@@ -233,6 +233,10 @@ def test_results_that_are_late_beside_a_consumer() -> None:
     assert stall.kind == "consumer_lag"
     assert "7 results wait unread, the oldest for 40 s, with 1 consumer for 2 partitions" in text.says
     assert "a partition has no consumer" in text.remedy
+    silent = [*(process(role) for role in ROLES), process("consumer", "consumer-1", age_s=12)]
+    assert text_of(state(*silent, lag=[late, Lag(stream="results:0", entries=0, taken=0, oldest_s=None)])).more == (
+        "consumer-1 went silent 12 s ago"
+    )
     late.unread_s = 2
     assert stalls(state(lag=[late])) == []
 
