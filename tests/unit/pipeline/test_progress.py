@@ -6,16 +6,14 @@ import time
 from io import StringIO
 
 from sluice.pipeline.run.progress_panel import Progress
-from sluice.pipeline.status.heartbeat import Heartbeat
-from sluice.pipeline.status.snapshot import Snapshot
+from sluice.pipeline.status.snapshot import Process, Snapshot
 from sluice.pipeline.terminal import Console
 
 
-def beat(role: str = "worker", cause: str | None = None, age_s: float = 0.0, **facts: object) -> Heartbeat:
+def beat(role: str = "worker", cause: str | None = None, age_s: float = 0.0, **facts: object) -> Process:
     at = time.time() - age_s
-    return Heartbeat(
-        role=role, name=f"{role}-0", pid=1, host="h", started=at, at=at, waiting_for=cause, facts=dict(facts)
-    )
+    row = {"role": role, "name": f"{role}-0", "pid": 1, "host": "h", "started": at, "at": at}
+    return Process(**row, age_s=age_s, waiting_for=cause, facts=dict(facts))  # pyright: ignore[reportArgumentType]
 
 
 def state(**changes: object) -> Snapshot:
