@@ -1,10 +1,13 @@
-"""A plan is a function of its seed."""
+"""A plan is a function of its seed, and is borne in parts."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.soak.parts import Parts
 from tests.soak.plan import KINDS, Plan
 
 
@@ -28,3 +31,16 @@ def test_a_soak_has_many_faults_of_every_kind() -> None:
     found = Plan(1, 1000).by_kind()
     assert set(found) == set(KINDS)
     assert min(found.values()) >= 3
+
+
+def test_a_part_begins_where_the_last_one_of_its_plan_ended(tmp_path: Path) -> None:
+    file = tmp_path / "soaks" / "parts.jsonl"
+    assert Parts(Plan(7, 100), file).next == 0
+    for done, skipped in ((40, 3), (35, 0)):
+        Parts(Plan(7, 100), file).add({"seed": 7, "faults": 100, "done": done, "skipped": skipped})
+    Parts(Plan(8, 100), file).add({"seed": 8, "faults": 100, "done": 9, "skipped": 0})
+    parts = Parts(Plan(7, 100), file)
+    assert (parts.next, parts.says) == (75, "75 of 100 faults of seed 7 in 2 parts, 3 of them skipped")
+    parts.add({"seed": 7, "faults": 100, "done": 25, "skipped": 0})
+    assert Parts(Plan(7, 100), file).next == 0
+    assert Parts(Plan(7, 100), None).next == 0
