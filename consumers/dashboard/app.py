@@ -27,7 +27,8 @@ from sluice.consumers.dashboard.render import STATIC, Live, add_problem_pages
 from sluice.consumers.history.reader import HistoryReader
 from sluice.consumers.run_files import HISTORY
 from sluice.pipeline.broker.embedded import is_running, is_stored, stored_at, stored_broker
-from sluice.pipeline.config.types import Config
+from sluice.pipeline.config.types import Config, DashboardConfig
+from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.http.middleware import BodyLimit, HostGate
 from sluice.pipeline.http.server import bind, open_listener, serve_on, url_of
 from sluice.pipeline.logs import get_logger
@@ -85,7 +86,7 @@ async def dashboard(
     """
     key = os.environ.get(KEY_NAME) or None
     check_host(config.dashboard, key)
-    with contextlib.closing(open_listener(config.dashboard.host, config.dashboard.port, _PORT_KEY)) as listener:
+    with contextlib.closing(listening(config.dashboard)) as listener:
         while True:  # once on what an ended broker stored, and again when it is back
             began = asyncio.Event()
             with stored_broker(config) as found:
@@ -106,6 +107,19 @@ async def dashboard(
                     )
             if not began.is_set():
                 return
+
+
+def listening(config: DashboardConfig, *, usual: int = DashboardConfig().port) -> socket.socket:
+    """Its socket: on any free port if the usual one is taken, as by the dashboard of another run.
+
+    Raises ConfigError for another port that is taken: somebody chose it.
+    """
+    try:
+        return open_listener(config.host, config.port, _PORT_KEY)
+    except ConfigError:
+        if config.port != usual:
+            raise
+        return bind(config.host, 0, _PORT_KEY)
 
 
 async def run_dashboard(

@@ -74,6 +74,7 @@ class Sum(NamedTuple):
     name: str
     value: str
     more: str = ""
+    href: str = ""  # where what is counted is listed
 
 
 class Part(NamedTuple):
@@ -113,7 +114,8 @@ def _verdict(monitor: Monitor) -> dict[str, Any]:
     name, css = _STATES[verdict.state]
     if any(stall.kind in _FAILED and stall.blocks for stall in now.stalls):
         name = "failed"
-    if verdict.state == "complete" and now.dead:
+    unwanted = now.dropped - now.reasons.get("dropped:zero_variance", 0)  # a filter of groups is meant to drop
+    if verdict.state == "complete" and (now.dead or unwanted > now.trained):
         css = "warn" if now.trained else "bad"
     change = monitor.curves.change()
     learned = f"{change.name} {change.first:.3g} → {change.last:.3g}" if change else ""
@@ -206,12 +208,17 @@ def _sums(now: Snapshot, monitor: Monitor) -> list[Sum]:
         Sum("Step", NOTHING if step is None else f"{step.step:,}", speed("trained", "seq/s")),
         Sum("Weights", version, _served(now) if is_live else ""),
         Sum("Tokens", f"{now.tokens:,}", speed("tokens", "tok/s")),
-        Sum("Dead", f"{now.dead:,}", f"{now.dead_letters:,} can be replayed" if now.dead_letters else ""),
-        Sum("Dropped", f"{now.dropped:,}"),
+        Sum("Dead", f"{now.dead:,}", *_listed(now.dead_letters, "can be replayed", "/dead-letters")),
+        Sum("Dropped", f"{now.dropped:,}", *_listed(now.dropped, "with reasons", "/sequences?state=dropped")),
     ]
     if ended:
         found.append(Sum("Repeat guard", f"{ended:,} ended", f"{saved:,} tokens saved"))
     return [*found, Sum("Time left", left)]
+
+
+def _listed(count: int, what: str, href: str) -> tuple[str, str]:
+    """The second line of a sum, and the page that it leads to; empty for none."""
+    return (f"{count:,} {what}", href) if count else ("", "")
 
 
 def _served(now: Snapshot) -> str:

@@ -101,6 +101,8 @@ class HFTextCodec:
 
 def _load(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
+    if not path.is_dir():
+        raise ModelError(f"{path}: no such directory; set model.path to a model directory")
     if not file.is_file():
         raise ModelError(f"{path}: no tokenizer.json; save a fast tokenizer there")
     try:

@@ -68,7 +68,8 @@ def open_task(config: Config) -> tuple[Task, TaskContext]:
 
 def check_options(task: Task, ctx: TaskContext) -> None:
     """Raises ConfigError at start if the task's options don't fit the tokenizer or the policy loss."""
-    if task.target is reward.target and not ctx.policy.enabled:
+    own = ctx.options.reward is not None  # then load_config refuses a policy that is off
+    if task.target is reward.target and not (ctx.policy.enabled or own):
         raise ConfigError(
             "rollout_matching.task reward trains through the policy loss alone; set policy.enabled to true"
         )

@@ -196,7 +196,7 @@ def _print_listing(found: Listing, *, as_json: bool, dropped: bool = False) -> N
         print_json(found)
         return
     if not found.rows:
-        say("no dropped sequences" if dropped else "no dead letters")
+        say("no dropped sequences" if dropped else "no dead letters; --dropped lists sequences that were dropped")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("sequence", "reason", "attempts", "last worker", "age", "detail"):

@@ -105,7 +105,7 @@ class DashboardConfig(Section, frozen=True, kw_only=True):
 
     enabled: bool = True  # `up`, `run` and `demo` start one
     host: str = "127.0.0.1"  # where it listens; set a key before you leave loopback
-    port: int = 8090  # if it is taken, `up`, `run` and `demo` use a free one
+    port: int = 8090  # if it is taken, `up`, `run` and `demo` use a free one; `dashboard` if it is the default
     allow_actions: bool = False  # replay and drop dead letters from the browser
     hosts: tuple[str, ...] = ()  # host names that browsers may use, in addition to localhost and its own address
     max_body_mb: float = 1  # per request

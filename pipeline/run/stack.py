@@ -41,6 +41,7 @@ from sluice.pipeline.run import provenance
 from sluice.pipeline.run.preflight import CHECKED
 from sluice.pipeline.run.progress_panel import Progress
 from sluice.pipeline.run.supervisor import Child, Supervisor, sluice_command
+from sluice.pipeline.status.descriptions import reasons_text
 from sluice.pipeline.status.heartbeat import Heartbeat, read_row
 from sluice.pipeline.status.report import as_json
 from sluice.pipeline.status.run_end import (
@@ -438,9 +439,10 @@ def _report(final: Snapshot | None, run_dir: Path, end: RunEnd, command: str) ->
         file=sys.stderr,
     )
     if final.dead:
-        dead = {name.removeprefix("dead:"): count for name, count in final.reasons.items() if name.startswith("dead:")}
-        reasons = ", ".join(f"{name} {count}" for name, count in sorted(dead.items()))
-        say(f"why they are dead ({reasons}): `sluice dlq list {run_dir}`", file=sys.stderr)
+        say(f"why they are dead ({reasons_text(final, 'dead')}): `sluice dlq list {run_dir}`", file=sys.stderr)
+    if final.dropped:
+        why = reasons_text(final, "dropped")
+        say(f"why they were dropped ({why}): `sluice dlq list {run_dir} --dropped`", file=sys.stderr)
     if end.state == "interrupted":
         say(go_on, file=sys.stderr)
     return end.exit_code

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from sluice.pipeline.broker.retry import FULL_REMEDY
 from sluice.pipeline.roles import ROLES, RoleName, known
@@ -86,6 +86,12 @@ def condition(now: Snapshot) -> str:
     if now.state == "finished":
         return "over, but not complete"
     return "not running" if now.enqueued else "nothing enqueued yet"
+
+
+def reasons_text(now: Snapshot, state: Literal["dead", "dropped"]) -> str:
+    """Why sequences ended so, with counts."""
+    found = ((name.partition(":")[2], n) for name, n in now.reasons.items() if name.startswith(f"{state}:"))
+    return ", ".join(sorted(f"{reason} {n:,}" for reason, n in found))
 
 
 def stored_end(run: str, end: RunEnd, last: RunSummary | None, at: float) -> str:
@@ -506,11 +512,7 @@ def verdict_text(now: Snapshot, verdict: Verdict) -> str:
     seen = f"{_moved(verdict.moved)} within {within}" if verdict.moved else f"no progress within {within}"
     match verdict.state:
         case "complete":
-            if now.dead:
-                dead = [f"{name.removeprefix('dead:')} {n:,}" for name, n in now.reasons.items() if name[:5] == "dead:"]
-                number = counted(now.dead, "sequence is dead", "sequences are dead")
-                return f"the run is complete, but {number} ({', '.join(sorted(dead))}): `sluice dlq list` says why"
-            return "the run is complete: nothing is left to do"
+            return _complete(now)
         case "idle":
             return "nothing was enqueued under this name and no process is alive: is the run's name right?"
         case "failed":
@@ -534,6 +536,18 @@ def verdict_text(now: Snapshot, verdict: Verdict) -> str:
             return f"it waits: {seen}, every process waits, for no known cause"
 
 
+def _complete(now: Snapshot) -> str:
+    """Names what was not trained: a run may be complete without having learned anything."""
+    lost: list[str] = []
+    if now.dead:
+        number = counted(now.dead, "sequence is dead", "sequences are dead")
+        lost.append(f"{number} ({reasons_text(now, 'dead')}): `sluice dlq list` says why")
+    if now.dropped:
+        number = f"{now.dropped:,} were" if now.dead else counted(now.dropped, "sequence was", "sequences were")
+        lost.append(f"{number} dropped ({reasons_text(now, 'dropped')}): `sluice dlq list --dropped` says why")
+    return f"the run is complete, but {'; '.join(lost)}" if lost else "the run is complete: nothing is left to do"
+
+
 def _stopped(now: Snapshot) -> str:
     left = counted(now.credit.sequences, "sequence")
     ago = "" if now.end is None else f" {length(now.at - now.end.at)} ago"
@@ -550,9 +564,10 @@ def headline(now: Snapshot, verdict: Verdict, busiest: Sequence[RoleName], learn
     blocking = [stall for stall in now.stalls if stall.blocks] or now.stalls
     match verdict.state:
         case "complete":
-            if now.dead and not now.trained:
+            if now.enqueued and not now.trained:
                 return "Complete, but nothing was trained"
-            return f"Complete: {learned or counted(now.trained, 'sequence') + ' trained'}"
+            dropped = f", {now.dropped:,} dropped" if now.dropped else ""
+            return f"Complete: {learned or counted(now.trained, 'sequence') + ' trained' + dropped}"
         case "idle":
             return "Nothing has started yet"
         case "failed":

@@ -62,6 +62,7 @@ def test_a_run_learns_from_ones_own_function_and_its_failures_cost_their_own_seq
     run = run_command(stack, f"{stack.directory}/own.py:score", "rollout_matching.reward_timeout_s=2")
     assert run.wait(SLOW_S) == 0, run.tail()
     assert "complete: enqueued 64, trained 56, dead 0, dropped 8" in run.text()
+    assert f"dropped (reward_failed 4, reward_timeout 4): `sluice dlq list {stack.run_dir} --dropped`" in run.text()
     steps = read_steps(stack.run_dir / "metrics.jsonl")
     assert len(steps) == 7
     parts = {key for step in steps for key in step if key.startswith("reward/")}

@@ -17,9 +17,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from sluice.consumers.dashboard.app import listening
 from sluice.pipeline.broker import connection as connections
 from sluice.pipeline.broker.embedded import embedded_broker, is_stored, stored_broker
 from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.config.types import DashboardConfig
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.http.server import bind, bind_near
 from sluice.pipeline.run import provenance
@@ -344,3 +346,12 @@ def test_a_second_dashboard_has_a_port_of_its_own() -> None:
         with pytest.raises(ConfigError, match="is in use"):
             bind("127.0.0.1", port)
     assert bind_near("192.0.2.1", 0) is None
+
+
+def test_the_dashboard_of_an_old_run_has_a_port_beside_that_of_a_live_one() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with listening(DashboardConfig(port=port), usual=port) as second:
+            assert second.getsockname()[1] != port
+        with pytest.raises(ConfigError, match=rf"port {port} is in use.*set another dashboard\.port"):
+            listening(DashboardConfig(port=port))

@@ -127,6 +127,10 @@
   function scored(plot, least, most) {
     return least >= 0 && most <= 1 ? [0, 1] : ranged(plot, least, most);
   }
+  // One point has its neighbours around it; uPlot would show 0 to 100.
+  function spanned(_, least, most) {
+    return least < most ? [least, most] : [Math.max(0, least - 1), least + 1];
+  }
   const RANGES = { share: [0, 1], score: scored };
 
   function draw(chart) {
@@ -155,7 +159,7 @@
       height: HEIGHT,
       legend: { show: false },
       cursor: { sync: { key: together.key }, y: false, points: { size: 6 } },
-      scales: { x: { time: false }, y: { range: RANGES[chart.unit] || ranged } },
+      scales: { x: { time: false, range: spanned }, y: { range: RANGES[chart.unit] || ranged } },
       series: [{}, ...chart.lines.map((line) => ({
         stroke: style("--c" + (line.colour % 8)),
         width: 1.75,

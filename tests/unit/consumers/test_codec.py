@@ -84,6 +84,8 @@ def test_all_coordinate_tokens_or_none(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"nowhere: no such directory; set model\.path"):
+        HFTextCodec(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
         HFTextCodec(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

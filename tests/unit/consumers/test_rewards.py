@@ -325,6 +325,8 @@ def test_a_misspelt_task_is_named_with_a_reward_too() -> None:
         load_task(RolloutMatchingConfig(task="exact_anwser", reward="x.py:score"))
     with pytest.raises(ConfigError, match=r"policy\.enabled"):
         check_options(load_task(RolloutMatchingConfig(task="reward")), TaskContext(CODEC, RolloutMatchingConfig()))
+    own = RolloutMatchingConfig(task="reward", reward="x.py:score")  # the configuration's own rule says it of these
+    check_options(load_task(own), TaskContext(CODEC, own))
 
 
 def test_a_partial_of_a_coroutine_function_is_awaited() -> None:

@@ -311,7 +311,14 @@ def test_the_verdict_of_two_looks() -> None:
     full = CreditUse(sequences=16, max_sequences=16)
     assert told(early, state(*rows, tokens=100, latest_version=1, credit=full))[0] == "stalled"
     assert told(early, state(tokens=100, latest_version=1, credit=full))[0] == "working"
-    assert told(early, state(exhausted=True, trained=8))[0] == "complete"
+    assert told(early, state(exhausted=True, trained=8)) == ("complete", "the run is complete: nothing is left to do")
+    reasons = {"dropped:stale": 1, "dropped:invalid_truth": 6, "dead:worker_deaths": 1}
+    lossy = state(exhausted=True, enqueued=8, trained=0, dead=1, dropped=7, reasons=reasons)
+    assert told(early, lossy) == (
+        "complete",
+        "the run is complete, but 1 sequence is dead (worker_deaths 1): `sluice dlq list` says why; "
+        "7 were dropped (invalid_truth 6, stale 1): `sluice dlq list --dropped` says why",
+    )
     assert told(early, Snapshot(run="r", state="new"))[0] == "idle"
 
 
@@ -396,6 +403,8 @@ def test_a_page_begins_with_the_verdict_in_one_line() -> None:
     assert line(going, "", "worker", "trainer") == "Healthy: training; workers and trainer are equally busy"
     assert line(state(tokens=300, trained=0)) == "Healthy: starting: no step has been trained yet"
     assert line(state(exhausted=True, enqueued=8, trained=8), "f1 0.4 → 0.7") == "Complete: f1 0.4 → 0.7"
+    assert line(state(exhausted=True, enqueued=8, trained=2, dropped=6)) == "Complete: 2 sequences trained, 6 dropped"
+    assert line(state(exhausted=True, enqueued=8, trained=0, dropped=8)) == "Complete, but nothing was trained"
     assert line(Snapshot(run="r", state="new")) == "Nothing has started yet"
     stuck = state(*others("worker"), queued_jobs=5)
     assert line(stuck) == "Stalled: no worker is alive, and 5 jobs wait"
