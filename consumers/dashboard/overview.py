@@ -196,6 +196,7 @@ def _sums(now: Snapshot, monitor: Monitor) -> list[Sum]:
     most = now.credit.max_sequences
     room = f"{most:,} at most" if most is not None and not now.complete else ""
     of_data = "" if now.total is None else f"of {now.total:,}"
+    letters = f"{now.dead_letters:,} can be replayed" if now.dead_letters else ""
     stepped = f"{now.stepped:,} more wait for a checkpoint" if now.stepped else ""
     is_live = monitor.stored_at is None and any(row.is_alive and not row.is_onlooker for row in now.processes)
 
@@ -208,17 +209,12 @@ def _sums(now: Snapshot, monitor: Monitor) -> list[Sum]:
         Sum("Step", NOTHING if step is None else f"{step.step:,}", speed("trained", "seq/s")),
         Sum("Weights", version, _served(now) if is_live else ""),
         Sum("Tokens", f"{now.tokens:,}", speed("tokens", "tok/s")),
-        Sum("Dead", f"{now.dead:,}", *_listed(now.dead_letters, "can be replayed", "/dead-letters")),
-        Sum("Dropped", f"{now.dropped:,}", *_listed(now.dropped, "with reasons", "/sequences?state=dropped")),
+        Sum("Dead", f"{now.dead:,}", letters, "/dead-letters"),
+        Sum("Dropped", f"{now.dropped:,}", "see why" if now.dropped else "", "/sequences?state=dropped"),
     ]
     if ended:
         found.append(Sum("Repeat guard", f"{ended:,} ended", f"{saved:,} tokens saved"))
     return [*found, Sum("Time left", left)]
-
-
-def _listed(count: int, what: str, href: str) -> tuple[str, str]:
-    """The second line of a sum, and the page that it leads to; empty for none."""
-    return (f"{count:,} {what}", href) if count else ("", "")
 
 
 def _served(now: Snapshot) -> str:

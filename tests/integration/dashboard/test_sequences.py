@@ -136,6 +136,7 @@ async def test_the_list_and_its_filters(shelf: Shelf) -> None:
         page = await text_of(browser, f"/sequences?{query}")
         assert page.count('<tr class="answer">') == count, query
     assert "is an integer" in await text_of(browser, "/sequences?version=x")
+    assert '<small class="parts">invalid truth</small>' in await text_of(browser, "/sequences?state=dropped")
 
 
 async def test_htmx_gets_the_table_and_an_address_to_share(shelf: Shelf) -> None:
