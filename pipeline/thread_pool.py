@@ -23,6 +23,8 @@ from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
 _LAST_WORDS_S = 1.0  # for cancelled coroutines of a loop that ends
 _LEFT_ALONE_S = 600.0  # for work without a deadline of its own whose caller left
 
+_NEVER = "never ended; give what they wait for a timeout, then restart this process"
+
 Made = TypeVar("Made")
 _lost_lock, _lost_threads = threading.Lock(), 0
 
@@ -73,7 +75,7 @@ class ThreadPool:
         Raises DeadlineExceeded; RequestError for what is no Exception; EngineError where too many calls never ended.
         """
         if self._lost >= self._max_lost:
-            raise EngineError(f"{what}: {self._lost} earlier calls of {self._name} never ended; restart this process")
+            raise EngineError(f"{what}: {self._lost} earlier calls {_NEVER}")
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[Made] = loop.create_future()
         left, deadline = False, asyncio.timeout(None)
@@ -150,7 +152,7 @@ class ThreadPool:
                     one.given_up = True
         for one in stranded:
             with contextlib.suppress(RuntimeError):  # its loop is closed
-                one.tell(None, EngineError(f"too many calls of {self._name} never ended; restart this process"))
+                one.tell(None, EngineError(f"too many calls of {self._name} {_NEVER}"))
 
     def _serve(self) -> None:
         while self._serve_one():
@@ -288,7 +290,7 @@ class CoroutineThread:
 
     def _at_home(self, what: str) -> _Loop:
         if self.lost >= self._max_lost:
-            raise EngineError(f"{what}: {self.lost} earlier calls of {self._name} never ended; restart this process")
+            raise EngineError(f"{what}: {self.lost} earlier calls {_NEVER}")
         if self._home is None:
             self._home = _Loop(self._name)
         return self._home

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -168,10 +169,10 @@ class Supervisor:
             child.done = True
             if child.listener is not None:  # callers would wait for an answer
                 child.listener.close()
-            get_logger().warning("left out", process=child.name, why=last_line(child.log))
+            get_logger().warning("left out", process=child.name, why=last_reason(child.log))
             return
         if code in _FINAL:
-            self.failed, self.cause = child, f"{child.name} stopped: {last_line(child.log).removeprefix('error: ')}"
+            self.failed, self.cause = child, f"{child.name} stopped: {last_reason(child.log)}"
             raise _FINAL[code](self.cause)
         now = time.monotonic()
         child.restarts.append(now)
@@ -187,17 +188,20 @@ class Supervisor:
 
 
 def _how(code: int) -> str:
-    return "" if code == -signal.SIGKILL else f" with {code}"
+    return "" if code == -signal.SIGKILL else f" with exit code {code}" if code >= 0 else f" with signal {-code}"
 
 
 def _why(child: Child, code: int) -> str:
     """A killed process has written nothing about its end: the last line of its log is about something else."""
-    return "killed (SIGKILL), perhaps for memory" if code == -signal.SIGKILL else last_line(child.log)
+    return "killed (SIGKILL), perhaps for memory" if code == -signal.SIGKILL else last_reason(child.log)
 
 
 def sluice_command(*arguments: str) -> list[str]:
     """`sluice ARGUMENTS…` with this Python; the working directory can't shadow its imports."""
     return [sys.executable, "-P", "-m", "sluice.pipeline.cli.main", *arguments]
+
+
+_RAISED = re.compile(r"^(?:sluice(?:\.\w+)+: |(?:\w+\.)+(?=[A-Z]\w*(?:Error|Exception): ))")
 
 
 def last_line(log: Path) -> str:
@@ -207,6 +211,11 @@ def last_line(log: Path) -> str:
         if lines:
             return lines[-1].strip()
     return "no output"
+
+
+def last_reason(log: Path) -> str:
+    """The newest line of a log as a reason: an error's message, without the place of its class."""
+    return _RAISED.sub("", last_line(log)).removeprefix("error: ")
 
 
 def end_session(leader: int) -> None:

@@ -54,7 +54,11 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 def stages(now: Snapshot, rates: Rates) -> list[Stage]:
     """All stages, in the order of the flow; a role that this run doesn't use is `off`."""
-    return [_stage(now, rates, name) for name in get_args(StageName)]
+    found = [_stage(now, rates, name) for name in get_args(StageName)]
+    if any(row.is_alive and not row.is_onlooker for row in now.processes):
+        return found
+    going = ("working", "waiting")  # what is left in a stream: nobody reads it, and nobody will by itself
+    return [msgspec.structs.replace(one, state="off") if one.state in going else one for one in found]
 
 
 def is_optional(name: StageName) -> bool:

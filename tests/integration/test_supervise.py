@@ -18,7 +18,7 @@ import pytest
 from sluice.pipeline.config.types import UpConfig
 from sluice.pipeline.errors import ConfigError, DataError, ModelError, SluiceError
 from sluice.pipeline.http.server import bind
-from sluice.pipeline.run.supervisor import Child, Supervisor, last_line
+from sluice.pipeline.run.supervisor import Child, Supervisor, last_line, last_reason
 from tests.roles import eventually
 
 QUICK: dict[str, Any] = {"restart_backoff_s": 0.01, "restart_backoff_max_s": 0.02, "stop_grace_s": 10.0}
@@ -71,9 +71,27 @@ async def test_an_error_that_comes_again_is_final_with_its_message(tmp_path: Pat
 async def test_too_many_restarts_end_with_the_last_line_of_the_log(tmp_path: Path) -> None:
     boss = supervisor(tmp_path, max_restarts=2)
     boss.add("c", python("print('out of memory'); sys.exit(1)"))
-    with pytest.raises(SluiceError, match="c ended 3 times, last with 1: out of memory"):
+    with pytest.raises(SluiceError, match="c ended 3 times, last with exit code 1: out of memory"):
         await asyncio.wait_for(boss.run(), 30)
     assert boss.failed is boss.children["c"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (
+            "sluice.pipeline.errors.EngineError: own.py:score: 64 calls never ended",
+            "own.py:score: 64 calls never ended",
+        ),
+        ("torch.cuda.OutOfMemoryError: 2 GiB", "OutOfMemoryError: 2 GiB"),
+        ("KeyError: 'gold'", "KeyError: 'gold'"),
+        ("error: nowhere.jsonl: no such file", "nowhere.jsonl: no such file"),
+        ("nowhere.Jsonl: no such file", "nowhere.Jsonl: no such file"),
+    ],
+)
+def test_the_reason_of_an_end_is_a_message(tmp_path: Path, line: str, reason: str) -> None:
+    (tmp_path / "c.log").write_text(f"Traceback (most recent call last):\n  …\n{line}\n\n")
+    assert last_reason(tmp_path / "c.log") == reason
 
 
 async def test_a_killed_child_is_not_said_to_have_ended_by_what_it_wrote_last(tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ def test_a_run_that_gave_up_says_why_instead_of_that_nobody_is_alive() -> None:
     assert verdict_text(now, told) == "it ended 90 s ago; 4 sequences in flight"
     assert condition(now) == "failed"
     assert "do:     fix model.path" in why_text(Why(now=now, verdict=told))
+    assert {one.state for one in stages(now, Rates())} <= {"off", "stalled"}, "what is left is nobody's work"
     memory = msgspec.structs.replace(end, kind="SluiceError", cause="worker-0 ended 4 times", process="worker-0")
     now.end = memory
     assert stall_text(now, stalls(now)[0]).remedy.startswith("see logs/worker-0.log in the run's directory; remove")
