@@ -28,11 +28,14 @@ from sluice.consumers.dashboard.monitor import Monitor, monitor_of
 from sluice.consumers.dashboard.overview import charts_json, points
 from sluice.consumers.dashboard.render import clean, render
 from sluice.consumers.history.curves import Change, Chart, RunCurves, Step, overlaid
-from sluice.consumers.run_files import EVALS, METRICS, WEIGHTS, stored_config
+from sluice.consumers.history.index import NAME as INDEX
+from sluice.consumers.history.index import HistoryIndex
+from sluice.consumers.run_files import EVALS, HISTORY, METRICS, WEIGHTS, stored_config
 from sluice.pipeline.config import Config, resolved_yaml
 from sluice.pipeline.config.load import RESOLVED, hide_password
 from sluice.pipeline.config.run_origin import placed
-from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.errors import ConfigError, DataError
+from sluice.pipeline.logs import get_logger
 from sluice.pipeline.status.run_end import END, RunEnd, read_end
 from sluice.pipeline.weights.versions import newest_number
 
@@ -85,10 +88,11 @@ class Runs:
         if directory == self._monitor.directory:
             return self._monitor.curves
         with self._lock:
-            found = self._curves.setdefault(directory, RunCurves(directory))
+            found = self._curves.get(directory) or RunCurves(directory, _index_of(directory))
+            self._curves[directory] = found
             self._curves.move_to_end(directory)
             while len(self._curves) > _MOST_KEPT:
-                self._curves.popitem(last=False)
+                self._curves.popitem(last=False)[1].close()
             return found
 
     def lines(self) -> list[RunLine]:
@@ -121,11 +125,24 @@ class Runs:
             end=end if end is not None and (last is None or end.at >= last.at) else None,
         )
 
+    def _charts(self, directory: Path) -> list[Chart]:
+        try:
+            return self.curves(directory).charts()
+        except DataError as error:  # of another release, or being made
+            get_logger().debug("curves without the history's index", directory=str(directory), why=str(error))
+            return RunCurves(directory).charts()
+
     def compared(self, names: Iterable[str]) -> list[Chart]:
         """Their charts over each other; of one run, its own."""
         known = self.found()
-        chosen = [(name, self.curves(known[name]).charts()) for name in names if name in known]
+        chosen = [(name, self._charts(known[name])) for name in names if name in known]
         return chosen[0][1] if len(chosen) == 1 else overlaid(chosen)
+
+
+def _index_of(directory: Path) -> HistoryIndex | None:
+    """What a dashboard of that run has indexed; this one writes nothing there."""
+    history = directory / HISTORY
+    return HistoryIndex(history, may_write=False) if (history / INDEX).is_file() else None
 
 
 def newest_version(directory: Path, last: Step | None) -> int | None:

@@ -191,8 +191,13 @@ class RunCurves:
         self.drawn: list[Chart] = []  # as of the last `charts`
         self._stamp: object = None
 
+    def close(self) -> None:
+        """Close its index."""
+        if self._index is not None:
+            self._index.close()
+
     def charts(self) -> list[Chart]:
-        """The ones with data, in order of interest."""
+        """The ones with data, in order of interest. Raises DataError if its index can't be read."""
         with self._lock:
             stamp = self._index.stamp() if self._index else 0
             changed = [self._steps.refresh(), self._scores.refresh()]
@@ -391,13 +396,21 @@ def _average(values: Sequence[float]) -> float:
 
 
 def overlaid(runs: Iterable[tuple[str, list[Chart]]]) -> list[Chart]:
-    """The first line of every chart, of several runs: one chart each, a line per run."""
-    found: dict[str, Chart] = {}
+    """The first line of every chart, of several runs: a line per run, and a chart per quantity.
+
+    A chart whose first line is something else in some runs, such as the loss, becomes one chart of each.
+    """
+    found: dict[tuple[str, str], Chart] = {}
     for number, (name, charts) in enumerate(runs):
         for chart in charts:
+            what = chart.lines[0].name
             first = msgspec.structs.replace(chart.lines[0], name=name, colour=number)
-            held = found.get(chart.key)
-            about = f"{chart.lines[0].name}, {chart.about}"
-            lines = [*(held.lines if held else ()), first]
-            found[chart.key] = msgspec.structs.replace(chart, about=held.about if held else about, lines=lines)
-    return [found[key] for key in _ORDER if key in found]
+            held = found.get((chart.key, what))
+            key = chart.key if all(key != chart.key or other == what for key, other in found) else f"{chart.key}/{what}"
+            found[chart.key, what] = msgspec.structs.replace(
+                chart,
+                key=held.key if held else key,
+                about=f"{what}, {chart.about}",
+                lines=[*(held.lines if held else ()), first],
+            )
+    return [chart for key in _ORDER for (own, _), chart in found.items() if own == key]

@@ -103,11 +103,15 @@ class Context(msgspec.Struct, frozen=True):
 class HistoryIndex:
     """The index of one run's history; thread-safe. `decoder`: makes text of a prompt's token ids, or fails.
 
+    `may_write`: False only reads what another dashboard has indexed, or will: a run that isn't this process's own.
     Every method raises DataError if the index or the history can't be read.
     """
 
-    def __init__(self, directory: Path, decoder: Callable[[], Decoder] | None = None) -> None:
+    def __init__(
+        self, directory: Path, decoder: Callable[[], Decoder] | None = None, *, may_write: bool = True
+    ) -> None:
         self._directory, self._files, self._lock = directory, Files(directory), threading.RLock()
+        self._may_write = may_write
         self._indexer = Indexer(directory, self._files, decoder)
         self._db: sqlite3.Connection | None = None
         self._holds: IO[bytes] | None = None
@@ -330,8 +334,8 @@ class HistoryIndex:
 
     def _try_lock(self) -> bool:
         """Whether this process writes. Raises OSError if none can, here."""
-        if self._holds is not None:
-            return True
+        if self._holds is not None or not self._may_write:
+            return self._may_write
         holds = (self._directory / LOCK).open("ab")
         try:
             fcntl.flock(holds, fcntl.LOCK_EX | fcntl.LOCK_NB)

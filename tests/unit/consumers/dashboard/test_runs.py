@@ -11,10 +11,12 @@ from redis.asyncio import Redis
 from sluice.consumers.dashboard.monitor import Monitor
 from sluice.consumers.dashboard.runs import Runs, chosen_run, newest_version, runs_in
 from sluice.consumers.history.curves import Step
+from sluice.consumers.history.index import HistoryIndex
 from sluice.consumers.history.reader import HistoryReader
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.status.run_end import RunEnd, write_end
+from tests.unit.consumers.history.test_index import fill
 
 STEP = (
     '{"step": 1, "version": 0, "at": 10.0, "train/loss": 0.5}\n'
@@ -46,6 +48,23 @@ def test_runs_beside_this_one_and_named_ones_are_listed_and_compared(tmp_path: P
     [loss] = [chart for chart in known.compared(["a", "c", "../../etc"]) if chart.key == "loss"]
     assert [each.name for each in loss.lines] == ["a", "c"]
     assert known.compared(["nobody"]) == []
+
+
+def test_another_run_is_drawn_with_what_its_own_dashboard_has_indexed(tmp_path: Path) -> None:
+    this, other = run(tmp_path / "a"), run(tmp_path / "b")
+    fill(other / "history")
+    known = runs(this)
+    assert "endings" not in {chart.key for chart in known.compared(["a", "b"])}, "no dashboard has looked at it"
+    known._curves.clear()
+    own = HistoryIndex(other / "history")
+    while own.catch_up(10):
+        pass
+    own.close()
+    [endings] = [chart for chart in known.compared(["a", "b"]) if chart.key == "endings"]
+    assert [line.name for line in endings.lines] == ["b"]
+    known._curves.popitem()[1].close()
+    (other / "history" / "index.sqlite").write_bytes(b"of another release" * 99)
+    assert {chart.key for chart in known.compared(["a", "b"])} == {"loss"}
 
 
 def test_the_table_keeps_no_steps_and_follows_its_files(tmp_path: Path) -> None:

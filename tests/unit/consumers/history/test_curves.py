@@ -116,3 +116,16 @@ def test_runs_are_drawn_over_each_other_in_colours_of_their_own(tmp_path: Path) 
     both = overlaid([("empty", []), ("first", one), ("second", one)])
     assert [(each.name, each.colour) for each in both[0].lines] == [("first", 1), ("second", 2)]
     assert len(both) == len(one)
+
+
+def test_unlike_quantities_of_two_runs_share_no_axis(tmp_path: Path) -> None:
+    """A policy's loss beside the cross-entropy of teacher forcing."""
+    for name, key in (("a", "policy/loss"), ("b", "train/loss"), ("c", "policy/loss")):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, "metrics.jsonl", *(step(n, **{key: 1.0}) for n in (1, 2)))
+    drawn = overlaid([(name, RunCurves(tmp_path / name).charts()) for name in "abc"])
+    found = {chart.key: (chart.about, [one.name for one in chart.lines]) for chart in drawn if chart.title == "Loss"}
+    assert found == {
+        "loss": ("policy loss, of the step", ["a", "c"]),
+        "loss/cross-entropy": ("cross-entropy, of the step", ["b"]),
+    }

@@ -112,6 +112,19 @@ def test_a_second_one_reads_what_the_first_wrote_and_takes_over(tmp_path: Path, 
     second.close()
 
 
+def test_one_that_may_not_write_reads_what_another_wrote_and_takes_nothing_over(
+    tmp_path: Path, index: HistoryIndex
+) -> None:
+    fill(tmp_path)
+    assert names(index)
+    reader = HistoryIndex(tmp_path, may_write=False)
+    assert [one.version for one in reader.endings()] == [0, 3, 4]
+    index.close()
+    assert reader.endings()
+    assert not reader.is_writer, "the run's own dashboard is to go on"
+    reader.close()
+
+
 def test_what_was_pruned_is_gone_and_what_was_replaced_is_indexed_anew(tmp_path: Path, index: HistoryIndex) -> None:
     writer = store(tmp_path, max_sequences=4)
     for number in range(3):
