@@ -175,7 +175,12 @@ def chosen_run(given: Config, paths: Sequence[Path], overrides: Sequence[str] = 
     directory = max(runs_in(paths[0]), key=_written).resolve()
     found = stored_config(directory, given, overrides)
     url = found.broker.url or given.broker.url  # one with a password isn't stored; the environment has it
-    config = placed(msgspec.structs.replace(found, broker=msgspec.structs.replace(found.broker, url=url)), directory)
+    found = msgspec.structs.replace(
+        found,
+        broker=msgspec.structs.replace(found.broker, url=url),
+        dashboard=msgspec.structs.replace(found.dashboard, port=given.dashboard.port),  # its own one's was for its time
+    )
+    config = placed(found, directory)
     stored = (directory / RESOLVED).is_file()
     return (msgspec.structs.replace(config, run=found.run) if stored else config), directory
 

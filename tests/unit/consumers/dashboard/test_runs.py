@@ -86,11 +86,12 @@ def test_a_directory_of_runs_shows_its_newest_wherever_it_was_moved(tmp_path: Pa
     run(tmp_path / "old")
     new = run(tmp_path / "new")
     (new / "broker").mkdir()
-    (new / "config.resolved.yaml").write_text("run: first\nrun_dir: /elsewhere\n")
+    (new / "config.resolved.yaml").write_text("run: first\nrun_dir: /elsewhere\ndashboard: {port: 40599}\n")
     os.utime(tmp_path / "old" / "metrics.jsonl", (1, 1))
     config, directory = chosen_run(Config(), [tmp_path])
     assert directory == new.resolve()
     assert (config.run, config.run_dir) == ("first", str(tmp_path.resolve()))
+    assert config.dashboard.port == Config().dashboard.port, "not the one that was free then"
     assert config.broker.embedded_dir == str(new.resolve() / "broker")
     assert chosen_run(Config(), [tmp_path / "old"])[0].run == "old"
     (tmp_path / "old" / "config.resolved.yaml").write_text("run: first")
