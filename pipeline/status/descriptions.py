@@ -304,15 +304,19 @@ def _nobody(now: Snapshot, stall: Stall) -> StallText:
         "versions": waiting(number, "evaluation"),
         "requests": waiting(number, "request"),
     }[source]
-    more = ""
+    more = hangs = ""
     if stall.process is not None and stall.since is not None:
         ended = any(row.name == stall.process and row.ended_at for row in dead_rows(now, role.name))
         more = f"{stall.process} {'failed' if ended else 'went silent'} {length(now.at - stall.since)} ago"
+        row = now.process(stall.process)
+        if row is not None and not ended:  # a supervisor sees a process that ends, and not one that hangs
+            hangs = f"; if pid {row.pid} is still there on {row.host}, it hangs or is stopped: "
+            hangs += f"`kill -9 {row.pid}` there"
     return StallText(
         f"no {role.name} is alive, and {work}",
         more,
         f"start one with `sluice {role.command} -c CONFIG`; `sluice run` and `sluice up` do so themselves, see the "
-        f"{role.name}'s log",
+        f"{role.name}'s log{hangs}",
     )
 
 

@@ -94,6 +94,7 @@ def test_a_role_with_work_that_nobody_plays(role: str, kind: str, work: dict[str
     stall, text = only(now := state(*others(role, process(role, age_s=40)), **work)), text_of(now)
     assert stall.since == pytest.approx(NOW - 40)
     assert text.says.endswith(f"; {role}-0 went silent 40 s ago")
+    assert text.remedy.endswith("it hangs or is stopped: `kill -9 7` there"), "a supervisor sees only what ends"
 
 
 def test_a_dead_trainer_is_missed_as_soon_as_sequences_are_in_flight() -> None:
