@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from sluice.pipeline.wire.messages import Progress
+from sluice.pipeline.wire.messages import Grammar, Progress
 from sluice.workers.engine.contracts import Backend, SequenceOutput
 from tests.contract.engine_fixtures import request
 
@@ -55,6 +55,17 @@ async def test_waiting_sequences_are_aborted_with_no_tokens(backend: Backend) ->
     outputs: list[SequenceOutput] = await asyncio.wait_for(asyncio.gather(*tasks), 60)
     assert {output.finish_reason for output in outputs} == {"cancelled"}
     assert sum(not output.token_ids for output in outputs) >= 20
+
+
+async def test_an_abort_counts_while_a_grammar_is_compiled(backend: Backend) -> None:
+    grammar = Grammar(kind="regex", text="[a-f]{150,190}")  # of no other test: it isn't compiled yet
+    asked = replace(request(PROMPT, 8, grammar=grammar, max_new_tokens=200), seq_key="compiling")
+    task = asyncio.create_task(backend.decode(asked))
+    await asyncio.sleep(0)
+    backend.abort("compiling")
+    output = await asyncio.wait_for(task, 60)
+    assert output.finish_reason == "cancelled"
+    assert len(output.token_ids) < 100
 
 
 async def test_aborting_what_is_not_there_is_no_error(backend: Backend) -> None:

@@ -151,7 +151,7 @@ async def _prepared(processor: VisionProcessor, asked: list[SequenceRequest]) ->
     async def one(request: SequenceRequest) -> Any:
         async with images.of(request) as prepared:
             await everybody.wait()
-            return prepared.inputs
+            return prepared
 
     try:
         return await asyncio.gather(*(one(request) for request in asked))

@@ -22,9 +22,10 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,20 +119,21 @@ class HfBackend:
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
         """Decode one sequence in the running batch. Raises RequestError or EngineError."""
         thread = self._running()
-        if thread.grammars is not None:
-            await thread.grammars.prepare(request.sampling.grammar)
-        if not request.images:
-            return await asyncio.wrap_future(thread.decode(request))
+        async with AsyncExitStack() as held:
+            with thread.coming(request.seq_key) as call:
+                if thread.grammars is not None:
+                    await thread.grammars.prepare(request.sampling.grammar)
+                inputs = await held.enter_async_context(self._prepared(request)) if request.images else None
+                future = thread.decode(request, inputs, call)
+            return await asyncio.wrap_future(future)
+
+    def _prepared(self, request: SequenceRequest) -> AbstractAsyncContextManager[VisionInputs]:
         if self._images is None:
             raise RequestError(
                 f"{request.seq_key}: the model {self.facts.model} takes no images; send only text, or use a "
                 "vision-language model (model.variant auto or vlm)"
             )
-        async with self._images.of(request) as prepared:
-            future = thread.decode(request, prepared.inputs)
-            if prepared.aborted:
-                thread.abort(request.seq_key)
-            return await asyncio.wrap_future(future)
+        return self._images.of(request)
 
     @property
     def images_processed(self) -> int:
@@ -145,10 +147,7 @@ class HfBackend:
 
     def abort(self, seq_key: str) -> None:
         """End the sequences of this key; their `decode` returns what they have."""
-        thread = self._running()
-        if self._images is not None:
-            self._images.abort(seq_key)
-        thread.abort(seq_key)
+        self._running().abort(seq_key)
 
     async def load_weights(
         self, directory: Path, version: int, probe: WeightsProbe | None = None, parent: int | None = None
@@ -199,6 +198,14 @@ class HfBackend:
         return self._thread
 
 
+@dataclass(slots=True, eq=False)
+class Coming:
+    """A call whose request isn't in the inbox yet: its grammar is compiled, or its images are prepared."""
+
+    seq_key: str
+    aborted: bool = False
+
+
 class DecodeThread:
     """Start it once; `ready` resolves to the engine's facts, or to the error that prevented loading."""
 
@@ -227,6 +234,7 @@ class DecodeThread:
         self._joins: deque[_Job] = deque()
         self._loads: deque[_Job] = deque()
         self._scores: deque[_Job] = deque()
+        self._coming: set[Coming] = set()
         self._aborted: set[str] = set()  # sequence keys
         self._open: set[Future[Any]] = set()  # all unanswered ones
         self._futures: dict[int, Future[Any]] = {}  # id(row) -> its future
@@ -242,9 +250,27 @@ class DecodeThread:
         """Start loading the model."""
         self._thread.start()
 
-    def decode(self, request: SequenceRequest, vision: VisionInputs | None = None) -> Future[SequenceOutput]:
+    @contextmanager
+    def coming(self, seq_key: str) -> Iterator[Coming]:
+        """A call that ends by `decode`; an abort in between counts from then on."""
+        call = Coming(seq_key)
+        with self._wake:
+            self._coming.add(call)
+        try:
+            yield call
+        finally:
+            with self._wake:
+                self._coming.discard(call)
+
+    def decode(
+        self, request: SequenceRequest, vision: VisionInputs | None = None, call: Coming | None = None
+    ) -> Future[SequenceOutput]:
         """Queue one sequence, with its prepared images if it has some; cancel the future to abort it."""
-        return self._submit(self._joins, (request, vision))
+        with self._wake:
+            future = self._submit(self._joins, (request, vision))
+            if call is not None and call.aborted:
+                self._aborted.add(request.seq_key)
+            return future
 
     def load(
         self, name: str, directory: Path, version: int, probe: WeightsProbe | None, parent: int | None
@@ -258,6 +284,8 @@ class DecodeThread:
     def abort(self, seq_key: str) -> None:
         """End the sequences of this key with what they have; an unknown key is no error."""
         with self._wake:
+            for call in self._coming:
+                call.aborted = call.aborted or call.seq_key == seq_key
             self._aborted.add(seq_key)
             self._wake.notify()
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -119,16 +119,7 @@ def of_tokens(module: Any, types: torch.Tensor) -> dict[str, torch.Tensor]:
 @dataclass(slots=True, eq=False)
 class _Shared:
     future: Future[VisionInputs]
-    users: list[PreparedImage] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class PreparedImage:
-    """One sequence's inputs; `aborted` is set to True if `abort` was called for its key."""
-
-    seq_key: str
-    inputs: VisionInputs | None = None
-    aborted: bool = False
+    users: int = 0
 
 
 class PreparedImages:
@@ -141,18 +132,15 @@ class PreparedImages:
         self._shared: dict[_Key, _Shared] = {}
 
     @asynccontextmanager
-    async def of(self, request: SequenceRequest) -> AsyncIterator[PreparedImage]:
+    async def of(self, request: SequenceRequest) -> AsyncIterator[VisionInputs]:
         """The inputs of this request, kept for the duration of the block. Raises RequestError, EngineError."""
         key = (request.prompt_token_ids, tuple(map(id, request.images)))
-        mine = PreparedImage(request.seq_key)
-        shared = self._join(key, request, mine)
+        shared = self._join(key, request)
         try:
-            # Shielded: cancelling one sequence leaves the work to the others.
-            mine.inputs = await self._made(shared, request)
-            yield mine
+            yield await self._made(shared, request)
         finally:
             with self._lock:
-                shared.users.remove(mine)
+                shared.users -= 1
                 if not shared.users:
                     del self._shared[key]
                     shared.future.cancel()
@@ -166,17 +154,11 @@ class PreparedImages:
         except Exception as error:  # from a third-party processor of this model
             raise RequestError(f"{request.seq_key}: the images cannot be processed: {error!r}") from error
 
-    def abort(self, seq_key: str) -> None:
-        with self._lock:
-            for shared in self._shared.values():
-                for user in shared.users:
-                    user.aborted = user.aborted or user.seq_key == seq_key
-
     def close(self) -> None:
         """Take no more work; started work finishes."""
         self._pool.shutdown(wait=False)
 
-    def _join(self, key: _Key, request: SequenceRequest, mine: PreparedImage) -> _Shared:
+    def _join(self, key: _Key, request: SequenceRequest) -> _Shared:
         with self._lock:
             shared = self._shared.get(key)
             if shared is None:
@@ -185,5 +167,5 @@ class PreparedImages:
                 except RuntimeError as error:
                     raise EngineError("the hf engine is closed") from error
                 shared = self._shared[key] = _Shared(future)
-            shared.users.append(mine)
+            shared.users += 1
             return shared
