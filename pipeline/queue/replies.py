@@ -1,7 +1,7 @@
 """Answers to jobs with a mailbox (`reply_to`): the caller waits here for its results.
 
-    enqueue(reply_to) ──▶ worker ──commit.lua, bury.lua──▶ stored replies ──┐
-                            └──────checkpoint.lua──▶ mailbox: deltas, ids of ended ones ──▶ Expected
+    enqueue(reply_to) ──▶ worker ──commit.lua, bury.lua──▶ stored replies ──────────────────┐
+                            └──────checkpoint.lua──▶ mailbox: deltas, ids of ended ones, answers ──▶ Expected
 
 | waits for                         | unblocked by                                                |
 |-----------------------------------|-------------------------------------------------------------|
@@ -34,6 +34,8 @@ from sluice.pipeline.wire.tokens import FloatArray, TokenArray
 
 _BLOCK_S, _LOOK_S = 0.5, 1.0
 _MOST_WORDS, _MOST_JOBS = 512, 256  # per call
+_MOST_DIGITS = 8
+_WHOLE = b"\xc1"  # before an answer in the mailbox: neither UTF-8 nor msgpack
 
 
 class Replies:
@@ -80,9 +82,12 @@ class Replies:
         first = await self._client.blpop([self._mailbox], timeout=self._block_s)
         if first is None:
             return
+        over = self._told(first[1])
+        if not over and len(self._open) < 2:  # an idle process's only answer: more words would be for nobody
+            return
         pipe = self._client.pipeline(transaction=False)
         pipe.lpop(self._mailbox, _MOST_WORDS)
-        if over := self._told(first[1]):  # an idle process's only one: its answer comes in the same trip
+        if over:
             pipe.mget([self._keys.replies + one.seq_id for _, one in over])
         more, *stored = cast("list[Any]", await pipe.execute())
         self._take(over, stored[0] if over else ())
@@ -90,11 +95,27 @@ class Replies:
             self._take(over, await self._client.mget([self._keys.replies + one.seq_id for _, one in over]))
 
     def _told(self, word: bytes) -> list[tuple[Expected, Awaited]]:
-        """Take a delta; the callers that wait for a sequence that has ended."""
+        """Take a delta or an answer; the callers that wait for an answer that is yet to be fetched."""
+        if word[:1] == _WHOLE:
+            return self._take_whole(word)
         if word[:1] and word[0] & 0xF0 == 0x80:  # a msgpack map; no id starts like this, as ids are UTF-8
             self._add(word)
             return []
         return self._find(word.decode(errors="replace"))
+
+    def _take_whole(self, word: bytes) -> list[tuple[Expected, Awaited]]:
+        """Finish with an answer from the mailbox; if that can't be read, the stored one decides."""
+        size, _, rest = word[1:].partition(b":")
+        length = int(size) if size.isdigit() and len(size) < _MOST_DIGITS else 0
+        over = self._find(rest[:length].decode(errors="replace"))
+        try:
+            end = read_end(rest[length:]) if over else None
+        except MessageError:
+            return over
+        for expected, one in over:
+            one.finish(cast("End", end))
+            expected.changed()
+        return []
 
     def _take(self, over: Sequence[tuple[Expected, Awaited]], stored: Sequence[bytes | None]) -> None:
         for (expected, one), raw in zip(over, stored, strict=True):

@@ -165,6 +165,9 @@ async def _is(value: bool) -> bool:
 async def test_junk_under_the_names_of_replies_stops_nobody(asked: Asked, replies: Replies) -> None:
     job = asked.job("a", replies, stream_every=1)
     await asked.client.rpush(f"{asked.keys.replies}mailbox:{replies.name}", b"\x81junk", b"\xff\xff", b"", b"other:0")
+    name = f"{job.job_id}:0".encode()
+    odd = [b"\xc1", b"\xc19:", b"\xc1" + b"9" * 5000, b"\xc1%d:%sjunk" % (len(name), name)]
+    await asked.client.rpush(f"{asked.keys.replies}mailbox:{replies.name}", *odd)
     with replies.expect(job.job_id) as expected:
         await asked.enqueue(job)
         await asked.commit(await asked.claim())

@@ -1,10 +1,19 @@
 -- Answers of jobs requested by a caller ("reply" in the job's state names its mailbox).
 -- The stored reply is authoritative; the mailbox only announces it, so an announcement may get lost.
 local REPLY_KEPT_MS, MAILBOX_MOST = 600 * 1000, 10000
+-- A short mailbox takes small answers themselves: who reads it fetches nothing more. A long one has many readers' names,
+-- whose answers are fetched together.
+local TOLD_WHOLE_BYTES, TOLD_WHOLE_WORDS = 16384, 16
 
--- A delta, or the name of a sequence that has ended. A key of another type under that name isn't a mailbox.
+local function list_of(mailbox)
+  return replies_of .. 'mailbox:' .. mailbox
+end
+
+-- A delta, or a sequence that has ended: its name, or WHOLE, the length of its name, ':', its name, its answer.
+-- WHOLE begins neither text nor a message. A key of another type under that name isn't a mailbox.
+local WHOLE = '\193'
 local function tell(mailbox, word)
-  local list = replies_of .. 'mailbox:' .. mailbox
+  local list = list_of(mailbox)
   local length = redis.pcall('RPUSH', list, word)
   if type(length) ~= 'number' then return end
   if length > MAILBOX_MOST then redis.call('LTRIM', list, -MAILBOX_MOST, -1) end -- nobody reads it
@@ -27,5 +36,7 @@ end
 local function reply(mailbox, id, index, answer)
   local name = id .. ':' .. index
   redis.call('SET', replies_of .. name, answer, 'PX', REPLY_KEPT_MS)
-  tell(mailbox, name)
+  local waiting = redis.pcall('LLEN', list_of(mailbox))
+  local whole = #answer <= TOLD_WHOLE_BYTES and type(waiting) == 'number' and waiting < TOLD_WHOLE_WORDS
+  tell(mailbox, whole and WHOLE .. #name .. ':' .. name .. answer or name)
 end
