@@ -124,12 +124,14 @@ async def test_an_agent_with_a_base_url(
     assert {result.reward for result in results} == {1.0}
 
 
-async def test_an_evaluation_by_completions(config: Config, backend: HfBackend, tmp_path: Path) -> None:
-    python = await asyncio.to_thread(python_with, "lm_eval[api]==0.4.13")
+async def test_an_evaluation_by_completions(config: Config, backend: HfBackend, source: Path, tmp_path: Path) -> None:
+    """Generated answers, and log-likelihoods of given ones: `echo` with `logprobs`."""
+    python = await asyncio.to_thread(python_with, "lm_eval[api]==0.4.13", "transformers==5.19.0")
     async with serving(config, backend) as gateway:
-        talk = [str(python), "-I", str(TALKS / "lm_eval_talk.py"), f"{gateway.url}/v1", SAID]
+        talk = [str(python), "-I", str(TALKS / "lm_eval_talk.py"), f"{gateway.url}/v1", SAID, str(source)]
         scores = json.loads((await said(talk, {**os.environ, "HOME": str(tmp_path)}, tmp_path)).splitlines()[-1])
-    assert scores["exact_match,none"] == pytest.approx(2 / 3)
+    assert scores["said"]["exact_match,none"] == pytest.approx(2 / 3)
+    assert scores["chosen"]["acc,none"] == pytest.approx(2 / 3)
 
 
 async def said(arguments: list[str], environ: dict[str, str], home: Path) -> str:

@@ -1,4 +1,7 @@
-"""An evaluation of lm-eval over /v1/completions: what the model says after each prompt. Prints the scores."""
+"""An evaluation of lm-eval over /v1/completions: what the model says after each prompt, and how likely each of two choices is.
+
+Prints the scores by task.
+"""
 
 import json
 import os
@@ -10,21 +13,29 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from lm_eval import simple_evaluate
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-base_url, answer = sys.argv[1:]
+base_url, answer, tokenizer = sys.argv[1:]
 with TemporaryDirectory() as folder:
     os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
     rows = [{"question": f"Say it, {at}.", "answer": truth} for at, truth in enumerate((answer, answer, "another"))]
     data = Path(folder) / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {
-        "task": "said", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test", "output_type": "generate_until", "doc_to_text": "{{question}}\n",
-        "doc_to_target": "{{answer}}", "generation_kwargs": {"until": ["\n"], "max_gen_toks": 16},
+    common = {
+        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test",
+        "doc_to_text": "{{question}}\n",
+    }  # fmt: skip
+    said = {
+        "task": "said", **common, "output_type": "generate_until", "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 16},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     }  # fmt: skip
+    chosen = {
+        "task": "chosen", **common, "output_type": "multiple_choice", "target_delimiter": "",
+        "doc_to_choice": [answer, "another"], "doc_to_target": "{{[0, 0, 1][question[8] | int]}}",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }  # fmt: skip
     model = LocalCompletionsAPI(
-        base_url=f"{base_url}/completions", model="policy", tokenizer_backend="none", tokenized_requests=False,
+        base_url=f"{base_url}/completions", model="policy", tokenizer=tokenizer, tokenizer_backend="huggingface",
         num_concurrent=2, max_retries=1,
     )  # fmt: skip
-    results = simple_evaluate(model, tasks=[task], bootstrap_iters=0)
-print(json.dumps(results["results"]["said"], default=str))
+    results = simple_evaluate(model, tasks=[said, chosen], bootstrap_iters=0)
+print(json.dumps({name: results["results"][name] for name in ("said", "chosen")}, default=str))
