@@ -104,6 +104,8 @@ class Sampler:
     def _refusal(self, result: SequenceResult) -> DeadLetter | None:
         if result.finish_reason in CUT_SHORT:
             return letter(result.seq_id, result.finish_reason, f"decode ended with {result.finish_reason}")
+        if not result.has_logprobs:
+            return letter(result.seq_id, "no_logprobs", "it was sampled without logprobs, which the losses need")
         if result.images and self._image_token_id is None:
             return letter(result.seq_id, HAS_IMAGES, blind(len(result.images)))
         return None
@@ -127,10 +129,8 @@ class Sampler:
             training_metrics.check_keys(sample.metrics)
         except TaskError as error:
             return letter(result.seq_id, "task_failed", str(error))
-        for name, value in (("reward", sample.reward), ("advantage", sample.advantage)):
-            if self._context.policy.enabled and not _is_number(value):
-                detail = f"{name} {value}: the policy loss needs a number of at most ±{_MOST:g}, or None"
-                return letter(result.seq_id, "task_failed", detail)
+        if self._context.policy.enabled and (problem := _not_for_policy(sample)) is not None:
+            return letter(result.seq_id, *problem)
         length, most = len(sample.token_ids), self._config.max_sample_tokens
         if length > most:
             return letter(result.seq_id, "too_long", f"{length} tokens; consumer.max_sample_tokens is {most}")
@@ -140,6 +140,16 @@ class Sampler:
             sample = _with_images(sample, result, self._image_token_id)
         sample = _without_reshaped(sample, result, self._context.policy)
         return _limited(sample, result, self._context.policy)
+
+
+def _not_for_policy(sample: TrainingSample) -> tuple[str, str] | None:
+    """Reason and detail why the policy loss can't take it; None if it can."""
+    for name, value in (("reward", sample.reward), ("advantage", sample.advantage)):
+        if not _is_number(value):
+            return "task_failed", f"{name} {value}: the policy loss needs a number of at most ±{_MOST:g}, or None"
+    if any(sample.response_mask) and not len(sample.logprobs):
+        return "no_logprobs", "its sample has tokens in the response mask, and no logprobs"
+    return None
 
 
 def _group_trains(samples: Sequence[TrainingSample], policy: PolicyConfig) -> bool:

@@ -51,6 +51,7 @@ from sluice.pipeline.queue import (
 from sluice.pipeline.run.role import Role
 from sluice.pipeline.weights.carriers import Carrier
 from sluice.pipeline.wire.messages import (
+    NO_LOGPROBS,
     VERSION_GONE,
     DecodeJob,
     ImageRef,
@@ -463,7 +464,7 @@ def result_of(
         resumed_tokens=min(len(request.so_far), len(output.sampled)) if request.so_far else 0,
         text=output.text,
         raw_text=output.raw_text,
-        logprobs_mode=facts.logprobs_mode,
+        logprobs_mode=facts.logprobs_mode if job.sampling.logprobs else NO_LOGPROBS,
         keeps_cache=facts.keeps_cache,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,

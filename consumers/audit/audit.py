@@ -70,6 +70,8 @@ def audit_run(
         for sequence, again in pairs:
             if sequence.name in pixels.gone:
                 tally.refuse(sequence, "images")
+            elif not sequence.has_logprobs:
+                tally.refuse(sequence, "no_logprobs")
             else:
                 tally.judge(sequence, again, evidence_of(sequence, config, groups, trained_at, history))
     return Report(

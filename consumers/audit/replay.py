@@ -226,7 +226,7 @@ def _replay(
                 version=version,
                 trained=is_trained,
                 left_out=why,
-                logprob=_number(float(result.logprobs[at])) if version >= 0 else None,
+                logprob=_number(float(stored.logprobs[start + at])) if version >= 0 else None,
                 logprob_again=_number(float(again[start + at])),
                 proximal=_number(proximal[start + at]) if same_shape and len(proximal) > start + at else None,
                 decoded_id=now,

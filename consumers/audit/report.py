@@ -15,6 +15,7 @@ from sluice.pipeline.terminal import Console
 FaultKind = Literal["version", "proximal_version", "behaviour", "proximal", "marked", "mask", "advantage", "handed_on"]
 Unchecked = Literal[
     "images",  # an image that its logprobs depend on is gone or changed: nothing in the sequence is judged
+    "no_logprobs",  # sampled without them, and not trained as a sample of the policy
     "version_gone",  # a version that its numbers need is not on disk
     "stale_cache",  # weights.keep_cache: sampled over a cache of older weights, so no version has its logprob
     "group_incomplete",  # some members with a reward in the advantage aren't among the stored samples
@@ -25,7 +26,7 @@ Unchecked = Literal[
     "staleness",  # metrics.jsonl has no such step, so the trainer's version is not known
     "handed_on",  # the history doesn't hold the sequence as handed off to the trainer
 ]
-"""What could not be checked of a sequence. But for the first two, all else of it was judged."""
+"""What could not be checked of a sequence. But for the first three, all else of it was judged."""
 _WIDE = 160  # columns, if there is no terminal
 _FAULTS: dict[FaultKind, str] = {
     "version": "sampled, but the version of its weights is missing",
@@ -39,6 +40,7 @@ _FAULTS: dict[FaultKind, str] = {
 }
 _NOT_CHECKED: dict[Unchecked, str] = {
     "images": "sequences with an image that is gone, changed or cannot be read here: nothing of them was judged",
+    "no_logprobs": "sampled without logprobs, and not trained as samples of the policy: nothing of them was judged",
     "version_gone": "a version that their logprobs need no longer exists",
     "stale_cache": "stale cache, unchecked: behaviour logprobs after a change of weights (weights.keep_cache)",
     "group_incomplete": "advantages: some members of the group were not trained, so their rewards are not stored",

@@ -66,6 +66,11 @@ class Stored:
         return bool(self.sample.images)
 
     @property
+    def has_logprobs(self) -> bool:
+        """False: none were stored, and the policy's losses see none of its tokens."""
+        return bool(len(self.sample.logprobs)) or bool((self.sampled & (self.mask == 1)).any())
+
+    @property
     def left_out(self) -> NDArray[np.int32] | None:
         """Codes of `LeftOut`; None if the trainer's fill didn't process it."""
         codes = self.sample.left_out

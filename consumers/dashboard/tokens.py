@@ -127,7 +127,7 @@ class Sheet:
             text=text,
             kind=self.kinds[at],
             version=version if version >= 0 else None,
-            logprob=self.logprobs[at] if is_sampled else None,
+            logprob=self.logprobs[at] if is_sampled and math.isfinite(self.logprobs[at]) else None,
             proximal=self.proximal_logprobs[at] if is_sampled and scored >= 0 else None,
             proximal_version=scored if is_sampled and scored >= 0 else None,
             proximal_state=self._proximal_state(at),

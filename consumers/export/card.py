@@ -64,7 +64,7 @@ COLUMNS = {
     "triggers": "JSON; what plugins and the repeat guard said",
     "truth": "JSON; the row's truth",
     "metadata": "JSON; the row's metadata",
-    "logprobs_mode": "raw_logprobs: at temperature 1; processed_logprobs: at the sampling temperature",
+    "logprobs_mode": "raw_logprobs: at temperature 1; processed_logprobs: at the sampling temperature; none: without",
     "sampling": "JSON; the sampling parameters",
     "images": "of the prompt, in the order of their placeholders",
 }

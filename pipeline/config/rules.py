@@ -191,6 +191,8 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
     for key in ("count", "checkpoint_tokens", "keep_result_s"):
         value = getattr(config.worker, key)
         found.append((value >= 0, f"worker.{key} must be >= 0, got {value}"))
+    needed = "sampling.logprobs must be true: training needs them; a gateway's call outside a rollout goes without"
+    found.append((config.sampling.logprobs, needed))
     return found
 
 

@@ -27,6 +27,7 @@ _COLDEST = 1e-5  # a lower one is greedy in effect, and the lowest make logits /
 MAX_GROUP = 65_536  # sequences of one prompt
 MOST_VERSION = 2**31 - 1  # of the weights
 EVALUATION = "evaluation"  # the mailbox of the run's evaluator
+NO_LOGPROBS = "none"  # the `logprobs_mode` of a result that has none
 REFERENCE_DIRECTORY = -2  # in the place of a version: the weights of the directory that policy.kl_reference names
 VERSION_GONE = "version_gone"  # why a pinned job ended: its version can't be loaded any more
 
@@ -71,6 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     allowed_token_ids: tuple[int, ...] = ()  # no others are sampled; empty = all
     bad_words: tuple[str, ...] = ()  # never completed
     grammar: Grammar | None = None  # the answer matches it
+    logprobs: bool = True  # of the sampled tokens; False: not computed, and the sequence is never trained
     top_logprobs: int | None = None  # likeliest tokens reported beside each sampled one, with its rank; None = neither
     prompt_logprobs: int | None = None  # the same of the prompt's tokens; None = nothing of the prompt
     max_new_tokens: int = 256
@@ -95,6 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             (_few(self.bad_words), f"bad_words must have at most {MAX_LISTED} words", len(self.bad_words)),
             (_listed(self.top_logprobs), f"top_logprobs must be in 0..{MAX_ALTERNATIVES}", self.top_logprobs),
             (_listed(self.prompt_logprobs), f"prompt_logprobs must be in 0..{MAX_ALTERNATIVES}", self.prompt_logprobs),
+            (self.logprobs or self.top_logprobs is None, "top_logprobs needs logprobs", self.top_logprobs),
             (all(word.strip() for word in self.bad_words), "bad_words must not be blank", list(self.bad_words)),
             (self.max_new_tokens >= 1, "max_new_tokens must be >= 1", self.max_new_tokens),
         )
@@ -195,6 +198,11 @@ class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
                 f"job {self.job_id}: adapter {self.adapter!r} needs reply_to, and takes no rollout_id or "
                 "pinned_version: only the policy's own sequences are trained and versioned by the run"
             )
+        if not self.sampling.logprobs and (not self.reply_to or self.rollout_id):
+            raise MessageError(
+                f"job {self.job_id}: sampling.logprobs false needs reply_to, and takes no rollout_id: without them "
+                "nothing of its sequences can be trained"
+            )
         if bool(self.messages) == bool(len(self.prompt_token_ids)):
             raise MessageError(f"job {self.job_id}: give either messages or prompt_token_ids")
         texts = {"messages": self.messages, "images": self.images, "truth": self.truth, "metadata": self.metadata}
@@ -238,7 +246,7 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     cached_tokens: int = 0  # [W] of the prompt, not prefilled anew: an earlier sequence had left them in a cache
     resumed_tokens: int = 0  # [W] how many of these an earlier attempt decoded and stored
     response_mask: Runs = Runs()  # [W] 1 = sampled by the policy; empty = all ones
-    logprobs: FloatArray  # [W] nats, of each token under versions[i]
+    logprobs: FloatArray  # [W] nats, of each token under versions[i]; empty where `logprobs_mode` is none
     versions: Runs  # [W] weight version that sampled each token; -1 where the mask is 0
     proximal_logprobs: FloatArray = msgspec.field(default_factory=FloatArray)  # [W] empty = none scored yet
     proximal_versions: Runs = Runs()  # [W] the version after versions[i], or -1 = not scored; empty = all -1
@@ -247,7 +255,7 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     finish_reason: FinishReason  # [W]
     stop_reason: str | int | None = None  # [W] the string, id, plugin or rule that ended the sequence
     triggers: dict[str, Any] = {}  # [W] repeat_terminate: 0|1, rule, at_token
-    logprobs_mode: str = "raw_logprobs"  # [W] raw: temperature 1; processed_logprobs: the sampling temperature
+    logprobs_mode: str = "raw_logprobs"  # [W] raw: temperature 1; processed_logprobs: the sampling's; none: not asked
     keeps_cache: bool = False  # [W] weights.keep_cache: after a change of weights, logprobs are of a stale cache
     sampling: SamplingParams = SamplingParams()  # [W] as in effect
     ranked: Ranked | None = None  # [W] of each token, where sampling.top_logprobs asks; None: of none
@@ -264,8 +272,13 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     messages: list[Message] = []  # [P] of the prompt, carried through where a run has a reward function
 
     def __post_init__(self) -> None:
-        check_columns(self.seq_id, self)
+        check_columns(self.seq_id, self, scored=self.has_logprobs)
         check_ranked(self.seq_id, self.ranked, len(self.token_ids))
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether its tokens' logprobs were asked for; without them nothing of it is trained."""
+        return self.logprobs_mode != NO_LOGPROBS
 
     @property
     def sampled(self) -> SampledTokens:
@@ -285,12 +298,14 @@ class Progress(Wire, frozen=True, kw_only=True, tag="progress"):
 
     offset: int
     token_ids: TokenArray
-    logprobs: FloatArray  # nats, of each token under versions[i]
+    logprobs: FloatArray  # nats, of each token under versions[i]; empty where nobody asked for them
     versions: Runs
     ranked: Ranked | None = None
 
     def __post_init__(self) -> None:
-        check_lengths("progress", len(self.token_ids), logprobs=self.logprobs, versions=self.versions)
+        count = len(self.token_ids)
+        check_lengths("progress", count, optional=True, logprobs=self.logprobs)
+        check_lengths("progress", count, versions=self.versions)
         check_ranked("progress", self.ranked, len(self.token_ids))
 
     @classmethod
@@ -346,13 +361,13 @@ class TokenDelta(Wire, frozen=True, kw_only=True, tag="token_delta"):
     seq_id: str
     offset: int
     token_ids: TokenArray
-    logprobs: FloatArray
+    logprobs: FloatArray  # empty where nobody asked for them
     text: str = ""
     finish_reason: FinishReason | None = None
     ranked: Ranked | None = None
 
     def __post_init__(self) -> None:
-        check_lengths(self.seq_id, len(self.token_ids), logprobs=self.logprobs)
+        check_lengths(self.seq_id, len(self.token_ids), optional=True, logprobs=self.logprobs)
         check_ranked(self.seq_id, self.ranked, len(self.token_ids))
 
 

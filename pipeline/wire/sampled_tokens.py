@@ -2,7 +2,8 @@
 
     column              example              what it says of a token
     token_ids            7    9    4    2
-    logprobs          -0.1 -0.7    0 -0.2    nats under `versions`; 0 where nobody sampled the token
+    logprobs          -0.1 -0.7    0 -0.2    nats under `versions`; 0 where nobody sampled the token. Empty: not asked
+                                             for; NaN beside tokens that have them
     versions             3    3   -1    4    weights that sampled it; -1: nobody did
     response_mask        1    1    0    1    1: sampled by the policy; an empty column: all are
     proximal_logprobs -0.2 -0.6    0 -0.2    under `proximal_versions`; where there is none, that of `logprobs`
@@ -15,6 +16,7 @@ the same names as compact arrays: `columns()` gives them as fields, a message's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -82,7 +84,7 @@ class SampledTokens:
     ranked: list[Place] = field(default_factory=list[Place])  # empty: not asked for
 
     def __post_init__(self) -> None:
-        check_columns("sampled tokens", self)
+        check_columns("sampled tokens", self, scored=False)
         if self.ranked and len(self.ranked) != len(self):
             raise MessageError(f"sampled tokens: {len(self.ranked)} places for {len(self)} tokens")
 
@@ -120,15 +122,19 @@ class SampledTokens:
             self.response_mask += other.mask
         if self.proximal_versions or other.proximal_versions:
             self._state_proximal()
-            self.proximal_logprobs += other.proximal_logprobs or other.logprobs
+            self.proximal_logprobs += other.proximal_logprobs or other.logprobs or other._unknown()
             self.proximal_versions += other.proximal_versions or [-1] * len(other)
+        if self.logprobs or other.logprobs:
+            self.logprobs = self.logprobs or self._unknown()
+            self.logprobs += other.logprobs or other._unknown()
         self.token_ids += other.token_ids
-        self.logprobs += other.logprobs
         self.versions += other.versions
         return self
 
-    def append(self, token: int, logprob: float, version: int, mask: int = 1, place: Place | None = None) -> None:
-        """The next token."""
+    def append(
+        self, token: int, logprob: float | None, version: int, mask: int = 1, place: Place | None = None
+    ) -> None:
+        """The next token. Its logprob is left out where earlier tokens have none, or None for the first."""
         if len(self.ranked) < len(self):  # earlier ones have none
             self.ranked = []
         elif place is not None:
@@ -138,20 +144,22 @@ class SampledTokens:
         if mask != 1 or self.response_mask:
             self._state_mask()
             self.response_mask.append(mask)
+        if len(self.logprobs) == len(self) and (self.logprobs or logprob is not None):
+            self.logprobs.append(math.nan if logprob is None else logprob)
         if self.proximal_versions:
-            self.proximal_logprobs.append(logprob)
+            self.proximal_logprobs.append(self.logprobs[-1])
             self.proximal_versions.append(-1)
         self.token_ids.append(token)
-        self.logprobs.append(logprob)
         self.versions.append(version)
 
     def unscored(self, version: int, parent: int | None = None) -> list[int]:
-        """Positions whose proximal logprob is the one under `version`, and that have none yet; rising.
+        """Positions whose proximal logprob is the one under `version`, and that have none yet; rising. None without
+        logprobs.
 
         `parent`: the version that `version` was published from; None: the number before.
         """
         before, scored = version - 1 if parent is None else parent, self.proximal_versions
-        if before < 0:
+        if before < 0 or not self.logprobs:
             return []
         return [at for at, one in enumerate(self.versions) if one == before and not (scored and scored[at] == version)]
 
@@ -190,9 +198,13 @@ class SampledTokens:
         if not self.response_mask:
             self.response_mask = [1] * len(self)
 
+    def _unknown(self) -> list[float]:
+        """Logprobs of tokens that have none, beside tokens that have some."""
+        return [math.nan] * len(self)
+
     def _state_proximal(self) -> None:
         if not self.proximal_versions:
-            self.proximal_logprobs = list(self.logprobs)
+            self.proximal_logprobs = list(self.logprobs) or self._unknown()
             self.proximal_versions = [-1] * len(self)
 
 
@@ -202,13 +214,15 @@ def check_ranked(where: str, ranked: Ranked | None, count: int) -> None:
         raise MessageError(f"{where}: {len(ranked.ranks)} ranks for {count} tokens")
 
 
-def check_columns(where: str, columns: Any, *, stamped: bool = True) -> None:
+def check_columns(where: str, columns: Any, *, stamped: bool = True, scored: bool = True) -> None:
     """Raise MessageError unless the columns of the message or `SampledTokens` have one length.
 
-    Only a sample's `logprobs` and `versions` may be left out (`stamped=False`).
+    Only a sample's `logprobs` and `versions` may be left out (`stamped=False`), and `logprobs` where nobody asked for
+    them (`scored=False`).
     """
     count = len(columns.token_ids)
-    check_lengths(where, count, optional=not stamped, logprobs=columns.logprobs, versions=columns.versions)
+    check_lengths(where, count, optional=not (stamped and scored), logprobs=columns.logprobs)
+    check_lengths(where, count, optional=not stamped, versions=columns.versions)
     check_lengths(
         where,
         count,

@@ -38,7 +38,7 @@ from sluice.producers.gateway.decoding import Decoding
 from sluice.producers.gateway.images import RequestImages, Taken
 from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.refusals import Refusal, closed, unknown
-from sluice.producers.gateway.requests import ChatCall, TokenCall, alone_in_group
+from sluice.producers.gateway.requests import ChatCall, TokenCall, alone_in_group, unscored
 from sluice.producers.gateway.structured_output import with_calls
 from sluice.producers.gateway.tool_calls import Parsed, ToolParser, assistant_message, read_calls
 from sluice.producers.gateway.trajectory import known_token_ids, path_to
@@ -91,6 +91,8 @@ class Asked(Protocol):
     def count(self) -> int: ...
     @property
     def parses_tools(self) -> bool: ...
+    @property
+    def logprobs(self) -> bool: ...
 
 
 PlanOf = Callable[[Sequence[Turn]], Awaitable[Plan]]
@@ -206,6 +208,7 @@ class Chat:
     ) -> AsyncGenerator[TokenDelta | Answer]:
         name = secrets.token_hex(12) if once is None else once.name
         metadata = {} if once is None else once.metadata
+        sampling = sampling if request.logprobs else unscored(sampling)
         job = self._job(request, f"chat-{name}", sampling, n=request.count, metadata=metadata, **prompt)
         results: list[SequenceResult] = []
         async with aclosing(self._decoding.events(job, until)) as events:

@@ -84,8 +84,13 @@ def chat_completion(
         "usage": usage(results),
         "prompt_token_ids": list(first.prompt_token_ids),
         "token_ids": list(first.token_ids),
-        "logprobs": list(first.logprobs),
+        "logprobs": sampled_logprobs(first),
     }
+
+
+def sampled_logprobs(result: SequenceResult) -> list[float] | None:
+    """One for each token; None: they weren't asked for, so they weren't computed."""
+    return list(result.logprobs) if result.has_logprobs else None
 
 
 def usage(*answers: Sequence[SequenceResult]) -> dict[str, Any]:
@@ -192,7 +197,7 @@ def own_fields(answer: Answer) -> dict[str, Any]:
         "system_fingerprint": fingerprint(result),
         "prompt_token_ids": list(result.prompt_token_ids),
         "token_ids": list(result.token_ids),
-        "logprobs": list(result.logprobs),
+        "logprobs": sampled_logprobs(result),
     }
     return own if answer.rollout is None else {**own, "rollout": answer.rollout}
 

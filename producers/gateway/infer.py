@@ -28,6 +28,7 @@ from sluice.producers.gateway.completion import by_id, chat_completion, repeat_t
 from sluice.producers.gateway.decoding import Decoding
 from sluice.producers.gateway.images import RequestImages, Taken
 from sluice.producers.gateway.refusals import Refusal
+from sluice.producers.gateway.requests import unscored
 
 _NEUTRAL: dict[str, Any] = {
     "num_beams": 1,
@@ -83,7 +84,10 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "seed": self.seed,
         }
         try:
-            return msgspec.structs.replace(default, **{key: value for key, value in given.items() if value is not None})
+            found = msgspec.structs.replace(
+                default, **{key: value for key, value in given.items() if value is not None}
+            )
+            return found if self.logprobs else unscored(found)
         except ValueError as error:
             raise MessageError(f"request_config: {error}") from error
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from fastapi.openapi.models import Example
+from pydantic import Field
 
 from sluice.pipeline.http.errors import documented
 from sluice.producers.gateway.infer import InferRequest, RequestConfig
@@ -83,9 +84,18 @@ data: {…,"choices":[{"index":0,"delta":{},"finish_reason":"stop",…}],"prompt
 data: [DONE]
 """
 
+
+class ChatResponse(CompletionsResponse):
+    """As a turn's, which has logprobs; a call outside a rollout has them where it asks for them."""
+
+    logprobs: list[float] | None = Field(  # type: ignore[assignment]
+        description="One per token of `token_ids`: natural logarithms; null: not asked for."
+    )
+
+
 CHAT: dict[int | str, dict[str, Any]] = {
     200: {
-        "model": CompletionsResponse,
+        "model": ChatResponse,
         "description": (
             "The answer; `rollout` is there with a `rollout_id`. With `stream` it is sent as events: texts, tool "
             "calls, then the ending with all ids, and `[DONE]`. A failure during the stream is an event with `error`, "

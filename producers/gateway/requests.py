@@ -50,6 +50,7 @@ class ChatCall:
     rollout_id: str | None = None
     tool_choice: ToolChoice = NO_TOOLS
     template_kwargs: JsonObject = field(default_factory=dict[str, Any])
+    logprobs: bool = False  # asked for; a rollout's turns have them anyway
 
     @property
     def parses_tools(self) -> bool:
@@ -67,6 +68,7 @@ class TokenCall:
     stream: bool | None = False
     rollout_id: str | None = None
     parses_tools: bool = False
+    logprobs: bool = False  # as of a ChatCall
 
 
 class StreamOptions(ListedSchema):
@@ -220,7 +222,9 @@ class ChatRequest(FormattedOptions, CompletionsRequest):  # type: ignore[misc]
     stream: bool | None = Field(default=None, description="Send the answer as server-sent events.")
     stream_options: StreamOptions | None = Field(default=None, description="Only with `stream`.")
     logprobs: bool | None = Field(  # type: ignore[assignment]
-        default=None, description="Also add OpenAI's form to each choice; the top-level `logprobs` is always there."
+        default=None,
+        description="Compute them: in OpenAI's form for each choice, and at the top level, where a rollout's turns "
+        "always have them.",
     )
     top_logprobs: int | None = Field(
         default=None, ge=0, le=MAX_ALTERNATIVES, description="The likeliest tokens in each entry of `logprobs`."
@@ -251,6 +255,7 @@ class ChatRequest(FormattedOptions, CompletionsRequest):  # type: ignore[misc]
             self.rollout_id,
             ToolChoice.of(self.tool_choice, self.tools or (), one=self.parallel_tool_calls is False),
             template_kwargs(self.chat_template_kwargs, self.reasoning_effort),
+            bool(self.logprobs),
         )
 
     def plain_messages(self) -> list[Message]:
@@ -401,6 +406,11 @@ def alone_in_group(policy: PolicyConfig) -> str:
         f"{what} compares the rollouts of a group, so a group of one has advantage 0; open them with "
         "POST /v1/rollouts and a group_id, group_size and index, or set policy.advantage to reward"
     )
+
+
+def unscored(sampling: SamplingParams) -> SamplingParams:
+    """The same without the sampled tokens' logprobs, which nobody asked for."""
+    return msgspec.structs.replace(sampling, logprobs=False, top_logprobs=None)
 
 
 def check_can_travel(value: Any) -> None:

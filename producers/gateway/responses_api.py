@@ -297,6 +297,7 @@ class ResponsesRequest(ListedSchema):
             rollout_id=self.rollout_id,
             tool_choice=ToolChoice.of(self.tool_choice, tools, one=self.parallel_tool_calls is False),
             template_kwargs=template_kwargs(self.chat_template_kwargs, self.reasoning and self.reasoning.effort),
+            logprobs=self.wants_logprobs,
         )
 
     def messages(self) -> list[Message]:

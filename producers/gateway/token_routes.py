@@ -188,7 +188,8 @@ async def _calls(service: Service, body: CompletionRequest) -> list[TokenCall]:
             token_ids = prompt
         if not token_ids:
             raise Refusal(400, "prompt has no tokens; send at least one", "prompt")
-        calls.append(TokenCall(body.model, token_ids, body.count, body.stream, body.rollout_id))
+        asked = body.logprobs is not None
+        calls.append(TokenCall(body.model, token_ids, body.count, body.stream, body.rollout_id, logprobs=asked))
     return calls
 
 
@@ -241,7 +242,10 @@ async def _generate(
     body.check()
     sampling = body.sampling_params.sampling(service.config.sampling)
     made = Generated(body, sampling, request_id=body.request_id or secrets.token_hex(16))
-    call = TokenCall(model, body.token_ids, body.sampling_params.count, body.stream, body.rollout_id)
+    asked = body.sampling_params
+    call = TokenCall(
+        model, body.token_ids, asked.count, body.stream, body.rollout_id, logprobs=asked.logprobs is not None
+    )
     async with AsyncExitStack() as held:
         held.enter_context(service.gate.enter())
         events = service.chat.token_events(call, sampling, _once(idempotency_key, body))

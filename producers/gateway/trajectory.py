@@ -22,7 +22,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
-from sluice.pipeline.wire.messages import CUT_SHORT, FinishReason, Reshaped, SequenceResult
+from sluice.pipeline.wire.messages import CUT_SHORT, NO_LOGPROBS, FinishReason, Reshaped, SequenceResult
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.producers.gateway.metrics import Metrics
@@ -133,7 +133,7 @@ def _about(
         "stop_reason": last.stop_reason,
         "triggers": last.triggers,
         "images": last.images,
-        "logprobs_mode": last.logprobs_mode,
+        "logprobs_mode": last.logprobs_mode if all(one.has_logprobs for one in results) else NO_LOGPROBS,
         "keeps_cache": any(one.keeps_cache for one in results),
         "sampling": last.sampling,
         "timings": {

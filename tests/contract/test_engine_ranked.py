@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from sluice.pipeline.errors import RequestError
 from sluice.pipeline.wire.sampled_tokens import Place, Ranked
 from sluice.workers.engine.contracts import Backend, SequenceOutput
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.engine.vllm import VllmBackend
+from sluice.workers.engine.vllm.sequences import positions
 from tests.contract.engine_fixtures import ragged_prompts, request, run
 
 PROMPT = list(b"the abc of it")
@@ -51,6 +55,26 @@ def test_places_are_those_of_the_raw_distribution(
         check(one.sampled.ranked, one.token_ids, logprobs, count)
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, SHAPED], ids=["greedy", "sampled", "shaped"])
+def test_who_asks_for_no_logprobs_gets_the_same_tokens(backend: Backend, sampling: dict[str, Any]) -> None:
+    prompts = ragged_prompts(6, longest=30, seed=3)
+    asked = [request(one, i, **sampling) for i, one in enumerate(prompts)]
+    bare = [request(one, i, **sampling, logprobs=False) for i, one in enumerate(prompts)]
+    wanted = run(backend, *asked)
+    mixed = [bare[i] if i % 2 else asked[i] for i in range(len(prompts))]
+    for found in (run(backend, *bare), run(backend, *mixed)):
+        assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+        assert [one.versions for one in found] == [one.versions for one in wanted]
+    assert all(one.logprobs == [] for one in run(backend, *bare))
+    assert [len(one.logprobs) for one in run(backend, *mixed)] == [
+        0 if i % 2 else len(one.token_ids) for i, one in enumerate(wanted)
+    ]
+    [rest] = run(backend, replace(bare[0], so_far=wanted[0].sampled[:9]))
+    assert (rest.token_ids, rest.logprobs) == (wanted[0].token_ids, [])
+    with pytest.raises(RequestError, match="tokens so far have no logprobs"):
+        run(backend, replace(asked[0], so_far=rest.sampled[:9]))
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_the_prompts_logprobs(backend: Backend, plain: Any, count: int) -> None:
     prompts = [*ragged_prompts(3, longest=100, seed=9), [7]]
@@ -81,6 +105,32 @@ async def test_reports_have_the_places(backend: Backend) -> None:
     told = [place for piece in pieces for place in piece.sampled.ranked]
     assert len(told) >= 12
     assert [one.rank for one in told] == [one.rank for one in output.sampled.ranked[: len(told)]]
+
+
+async def test_tokens_that_waited_for_us_have_all_their_places(backend: Backend) -> None:
+    """vLLM merges outputs that nobody took yet, and its merged logprobs name a token once."""
+    asked = request(PROMPT, 5, temperature=1.0, top_logprobs=2, max_new_tokens=24)
+    [alone] = await asyncio.gather(backend.decode(asked))
+    late = replace(asked, report_every=2, report=lambda _: time.sleep(0.01))
+    [one] = await asyncio.gather(backend.decode(late))
+    assert one.token_ids == alone.token_ids
+    assert [place.token_ids for place in one.sampled.ranked] == [place.token_ids for place in alone.sampled.ranked]
+    assert [place.rank for place in one.sampled.ranked] == [place.rank for place in alone.sampled.ranked]
+
+
+def test_merged_logprobs_of_vllm_are_read_as_the_others() -> None:
+    from vllm.logprobs import FlatLogprobs
+
+    plain, merged = FlatLogprobs(), FlatLogprobs()
+    rows = [([7, 7, 8, 9], 1), ([8, 7, 8, 9], 3), ([5, 7, 8, 9], 6)]  # the second is a tie of two
+    for ids, rank in rows:
+        logprobs = {7: -0.5, 8: -1.0, 9: -1.0, 5: -4.0}
+        ranks = itertools.chain((rank,), (1, 2, 3))
+        plain.append_fast(ids, [logprobs[one] for one in ids], ranks, itertools.repeat(None))
+    merged.extend(plain)
+    assert merged.token_ids == [7, 8, 9, 8, 7, 9, 5, 7, 8, 9], "vLLM's own way to merge"
+    assert positions(merged, 3) == positions(plain, 3)
+    assert [place.rank for _, place in positions(merged, 3)] == [1, 3, 6]
 
 
 def test_places_travel() -> None:

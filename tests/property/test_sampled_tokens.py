@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.pipeline.errors import MessageError
-from sluice.pipeline.wire.messages import Progress, SequenceResult, TrainingSample, decode, encode
+from sluice.pipeline.wire.messages import NO_LOGPROBS, Progress, SequenceResult, TrainingSample, decode, encode
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result, training_sample
@@ -94,6 +95,29 @@ def _result(**columns: Any) -> SequenceResult:
         finish_reason="stop",
         **columns,
     )
+
+
+@given(tokens(), st.integers(0, 12), st.integers(-1, 9))
+def test_without_logprobs_all_else_is_as_with_them(whole: SampledTokens, at: int, version: int) -> None:
+    plain, bare = SampledTokens(), SampledTokens()
+    for one, logprob, its, mask in zip(whole.token_ids, whole.logprobs, whole.versions, whole.mask, strict=True):
+        plain.append(one, logprob, its, mask)
+        bare.append(one, None, its, mask)
+    assert bare[:at] + bare[at:] == bare
+    assert (bare.token_ids, bare.versions, bare.mask) == (plain.token_ids, plain.versions, plain.mask)
+    assert bare.unscored(version) == []
+    assert decode(Progress, encode(Progress.of(0, bare))).sampled.logprobs == []
+    both = SampledTokens.context([5]) + bare
+    assert both.logprobs[:1] == [0.0]
+    assert all(map(math.isnan, both.logprobs[1:])), "an unknown logprob is never taken for a number"
+    result = sequence_result("g", **bare.columns(), logprobs_mode=NO_LOGPROBS)
+    assert decode(SequenceResult, encode(result)).sampled == bare
+    if len(bare):
+        ended = bare[:]
+        ended.append(1, 0.0, -1, mask=0)
+        assert ended.logprobs == [], "nor has the end that a guard forces"
+        with pytest.raises(MessageError, match="logprobs has 0 items"):
+            sequence_result("g", **bare.columns())
 
 
 FORCED = (

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from sluice.pipeline.wire.messages import SamplingParams
 from sluice.workers.engine.sampling import (
@@ -130,7 +131,17 @@ def test_a_row_is_sampled_the_same_in_any_batch(rows: list[list[float]], data: s
     )
     params = [data.draw(option) for _ in rows]
     together, _ = sample(logits, _table(params, 5))
+    unasked = [structs.replace(one, logprobs=False) for one in params]
+    alike, zeros = sample(logits, _table(unasked, 5))
+    assert (alike.tolist(), zeros.tolist()) == (together.tolist(), [0.0] * len(rows))
     for index, one in enumerate(params):
         table = SamplingTable.of([one], [index], [([0], [])], 5, torch.device("cpu"))
         alone, _ = sample(logits[index : index + 1], table)
         assert alone.item() == together[index].item()
+
+
+def test_a_model_that_gives_no_number_shows_without_logprobs() -> None:
+    params = [SamplingParams(temperature=temperature, logprobs=False) for temperature in (0.0, 1.0, 0.0, 1.0)]
+    rows = [[0.0, math.nan, 1.0], [math.nan, 0.0, 1.0], [0.0, math.inf, 1.0], [0.0, -math.inf, 1.0]]
+    _, unknown = sample(torch.tensor(rows), _table(params, 3))
+    assert unknown.isnan().tolist() == [True, True, True, False]

@@ -4,7 +4,8 @@
 - `abort` ends a sequence within one step, and its `decode` returns what was decoded so far. Cancelling the task that
   awaits `decode` ends it too, and returns nothing.
 - A sequence continues from `so_far` as if it had never stopped: its random numbers are keyed by position.
-- All per-token arrays of a `SequenceOutput` have the same length; logprobs are raw (temperature 1, no truncation).
+- All per-token arrays of a `SequenceOutput` have the same length; logprobs are raw (temperature 1, no truncation). A
+  request without `sampling.logprobs` gets the same tokens and no logprobs, and new weights don't score its tokens.
 - `load_weights` runs between two tokens: running sequences keep their tokens and continue under the new version. The
   new prefill also scores the previous version's tokens (proximal logprobs).
 - `load_adapter` does that for the sequences of one adapter; all others run on untouched.

@@ -78,6 +78,8 @@ def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence
     if "" in request.sampling.stop:
         raise RequestError(f"{key}: an empty stop string would end every sequence immediately; remove it")
     if request.so_far is not None:
+        if sampling.logprobs and len(request.so_far) and not request.so_far.logprobs:
+            raise RequestError(f"{key}: its tokens so far have no logprobs, which are asked for; start anew")
         check_token_ids(f"{key}: so_far", request.so_far.token_ids, facts.vocab_size)
 
 

@@ -36,6 +36,7 @@ class RunningSequence:
         "_ends",
         "_limit",
         "_reported",
+        "_scored",
         "_watch",
         "cached_tokens",
         "eos",
@@ -82,7 +83,7 @@ class RunningSequence:
         self.cached_tokens = 0  # of the prompt, at its first prefill
         self.tokenizer = tokenizer
         self.first_token_at = 0.0  # Unix seconds, of the first one that is decoded here
-        self._limit = sampling.max_new_tokens
+        self._limit, self._scored = sampling.max_new_tokens, sampling.logprobs
         self.eos = facts.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
         self._ends = end_reasons(tokenizer, self.eos, sampling.stop_token_ids, sampling.stop)
         constraint = Constraint.of(sampling, tokenizer, self.eos)
@@ -113,8 +114,8 @@ class RunningSequence:
         """Whether the prompt's logprobs are asked for, and not known yet."""
         return self.request.sampling.prompt_logprobs is not None and self.prompt_ranked is None
 
-    def push(self, token: int, logprob: float, version: int, place: Place | None = None) -> bool:
-        """Take the next token; True if it ends the sequence.
+    def push(self, token: int, logprob: float | None, version: int, place: Place | None = None) -> bool:
+        """Take the next token; True if it ends the sequence. `logprob` None: not known, and not asked for.
 
         Raises EngineError for a NaN, RequestError for a token that the request excludes.
         """
@@ -173,15 +174,15 @@ class RunningSequence:
             cached_tokens=self.cached_tokens,
         )
 
-    def _check(self, logprob: float, at: int) -> None:
-        if math.isnan(logprob):
+    def _check(self, logprob: float | None, at: int) -> None:
+        if logprob is not None and math.isnan(logprob):
             raise EngineError(f"{self.request.seq_key}: the model returned NaN at token {at}; check its weights")
 
-    def _take(self, token: int, logprob: float, version: int, place: Place | None = None) -> None:
+    def _take(self, token: int, logprob: float | None, version: int, place: Place | None = None) -> None:
         self._check(logprob, len(self.tokens))
         if self.narrowed is not None:
             self.narrowed.take(token)
-        self.sampled.append(token, logprob, version, place=place)
+        self.sampled.append(token, logprob if self._scored else None, version, place=place)
         if token in self._ends:
             self.end("stop", self._ends[token])
         elif self._watch is not None and (found := self._watch.push(token)) is not None:
@@ -194,10 +195,8 @@ class RunningSequence:
         so_far = self.request.so_far
         if so_far is None:
             return
-        places = so_far.ranked or [None] * len(so_far)
-        for token, logprob, version, place in zip(
-            so_far.token_ids, so_far.logprobs, so_far.versions, places, strict=True
-        ):
+        places, logprobs = so_far.ranked or [None] * len(so_far), so_far.logprobs or [None] * len(so_far)
+        for token, logprob, version, place in zip(so_far.token_ids, logprobs, so_far.versions, places, strict=True):
             self._take(token, logprob, version, place)
             if self.finish_reason is not None:
                 return

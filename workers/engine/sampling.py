@@ -2,7 +2,8 @@
 
 - Order, as in vLLM: constraints (constraints.py), penalties, temperature, min-p, top-k, top-p (over what top-k left);
   temperature 0: the best token.
-- Logprobs are of the untouched logits: raw at temperature 1, processed at the row's own (1 if that is 0).
+- Logprobs are of the untouched logits: raw at temperature 1, processed at the row's own (1 if that is 0). They are
+  computed only where a row asks for them, and nothing is drawn from them.
 - Random numbers depend only on (seed, position), a counter-based stream (splitmix64): a redelivered sequence draws
   the same numbers regardless of its batch, and a resumed one continues where it was.
 - A token is drawn by inverting the cumulative distribution with one number per row, so probability 0 is never drawn.
@@ -192,6 +193,7 @@ class SamplingTable:
     all_greedy: bool
     any_greedy: bool
     processed: bool  # logprobs at the row's temperature
+    scored: bool  # some row has logprobs
 
     @classmethod
     def of(
@@ -214,6 +216,7 @@ class SamplingTable:
             all_greedy=all(greedy),
             any_greedy=any(greedy),
             processed=processed,
+            scored=any(p.logprobs for p in params),
         )
 
     def advance(self, tokens: torch.Tensor) -> None:
@@ -229,19 +232,23 @@ def sample(
     """(tokens int64, logprobs float32), each (rows,), from logits float32 (rows, vocab).
 
     `allowed` (rows, vocab): logits to sample from instead, as changed by plugins; logprobs stay those of `logits`.
+    Where no row asks for logprobs they are 0, and NaN all the same for logits that aren't finite.
     """
-    raw = torch.log_softmax(logits, dim=-1)
-    scores = raw if allowed is None else allowed
+    scores = logits if allowed is None else allowed
     if table.penalties is not None:
-        scores = table.penalties.apply(logits if allowed is None else allowed)
+        scores = table.penalties.apply(scores)
     if table.all_greedy:
         tokens = scores.argmax(dim=-1)
     else:
         tokens = table.draws.draw(scores, table.positions)
         if table.any_greedy:
             tokens = torch.where(table.greedy, scores.argmax(dim=-1), tokens)
+    if not table.scored:
+        best = logits.amax(dim=-1)
+        return tokens, best - best
     if table.processed and table.draws.temperature is not None:
-        raw = torch.log_softmax(logits / table.draws.temperature, dim=-1)
+        logits = logits / table.draws.temperature
+    raw = torch.log_softmax(logits, dim=-1)
     return tokens, raw.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 

@@ -89,7 +89,7 @@ async def test_a_caller_chooses_an_adapter_by_its_name(
         assert listed == ["default", "policy", "poetry", "prose"]
         assert (await gateway.openai.models.retrieve("poetry")).id == "poetry"
         asked = ["poetry", "default", "prose", "poetry"]
-        answers = await asyncio.gather(*(gateway.chat([USER], model=name, **SHORT) for name in asked))
+        answers = await asyncio.gather(*(gateway.chat([USER], model=name, logprobs=True, **SHORT) for name in asked))
         for name, answer in zip(asked, answers, strict=True):
             assert answer["model"] == name
             wanted = reference_logprobs(models[name], answer["prompt_token_ids"], answer["token_ids"])

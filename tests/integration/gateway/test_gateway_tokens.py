@@ -60,7 +60,7 @@ async def test_generate_returns_the_very_tokens_of_a_chat_with_the_same_prompt(
     from vllm.entrypoints.serve.tokenize.protocol import DetokenizeResponse, TokenizeResponse
 
     async with serving(config, backend) as gateway:
-        chat = await gateway.chat([USER], **GREEDY)
+        chat = await gateway.chat([USER], **GREEDY, logprobs=True)
         status, tokens = await gateway.post("/tokenize", {"messages": [USER], "return_token_strs": True})
         assert status == 200, tokens
         tokenized = TokenizeResponse.model_validate(tokens)
@@ -186,6 +186,34 @@ async def test_tokens_are_repeated_by_key_and_refused_by_name(config: Config, ba
         ):
             status, answer = await gateway.post(path, body)
             assert (status, answer["error"]["param"]) == expected, answer
+
+
+async def test_logprobs_are_computed_where_somebody_asks_for_them(config: Config, backend: HfBackend) -> None:
+    async with serving(config, backend) as gateway:
+        asked = await gateway.chat([USER], **GREEDY, logprobs=True)
+        turn = await gateway.chat([USER], **GREEDY, rollout_id="r")
+        bare = await gateway.chat([USER], **GREEDY)
+        assert turn["token_ids"] == asked["token_ids"] == bare["token_ids"]
+        assert turn["logprobs"] == asked["logprobs"]
+        assert len(asked["logprobs"]) == len(asked["token_ids"])
+        assert (bare["logprobs"], bare["choices"][0]["logprobs"]) == (None, None)
+        body: dict[str, Any] = {"messages": [USER], **GREEDY}
+        last = (await streamed(gateway, "/v1/chat/completions", body))[-1]
+        assert (last["token_ids"], last["logprobs"]) == (bare["token_ids"], None)
+        spoken: dict[str, Any] = {"input": "the abc", "temperature": 0}
+        for path, more, known in (
+            ("/v1/messages", {**body, "model": "default"}, False),
+            ("/v1/messages", {**body, "model": "default", "rollout_id": "m"}, True),
+            ("/v1/responses", spoken, False),
+            ("/v1/responses", {**spoken, "include": ["message.output_text.logprobs"]}, True),
+        ):
+            status, answer = await gateway.post(path, more)
+            assert status == 200, answer
+            assert (answer["logprobs"] is not None) == known, path
+        ids = {"token_ids": bare["prompt_token_ids"], "sampling_params": GREEDY}
+        status, generated = await gateway.post(GENERATE, ids)
+        assert (status, generated["choices"][0]["token_ids"]) == (200, bare["token_ids"])
+        assert generated["choices"][0]["logprobs"] is None
 
 
 async def test_the_likeliest_tokens_ranks_and_the_prompts_logprobs(config: Config, backend: HfBackend) -> None:

@@ -52,6 +52,21 @@ def test_a_step_that_raises_is_a_drop_with_its_traceback() -> None:
     assert "KeyError: 'boom'" in letter.detail
 
 
+def test_nothing_without_logprobs_is_trained() -> None:
+    bare = result(index=0, size=2, logprobs=FloatArray(), logprobs_mode="none")
+    samples, [letter] = sampler(on_incomplete_group="train_partial").samples_of(group(bare, result(index=1, size=2)))
+    assert [sample.index for sample in samples] == [1]
+    assert (letter.seq_id, letter.reason) == ("g:0", "no_logprobs")
+
+    def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
+        made = training_sample("g:0", versions=Runs.of([-1, 0, 0, 0]), response_mask=Runs.of([0, 1, 1, 1]))
+        return structs.replace(made, group_id="g")
+
+    context = replace(CONTEXT, policy=PolicyConfig(enabled=True))
+    own = Sampler(replace(TASK, target=target), context, ConsumerConfig())
+    assert [one.reason for one in own.samples_of(group(result()))[1]] == ["no_logprobs"]
+
+
 def recording(metrics: dict[str, object]) -> Sampler:
     def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
         return structs.replace(exact_answer.target(matched, ctx), metrics=metrics)

@@ -51,6 +51,7 @@ def test_precedence_is_set_over_environment_over_yaml(tmp_path: Path) -> None:
         ("producer: {samples_per_version: 9, group_size: 2}", ["multiple of", "group_size"]),
         ("weights: {retention: 2}", ["weights.retention", "max_staleness + 2"]),
         ("sampling: {temperature: -1}", ["temperature must be >= 0"]),
+        ("sampling: {logprobs: false}", ["sampling.logprobs must be true", "gateway"]),
         ("sampling: {temprature: 1}", ["sampling.temprature", "'temperature'"]),
         ("rollout_matching: {repeat_terminate: {min_new_tokens: -1}}", ["repeat_terminate.min_new_tokens", ">= 0"]),
         ("rollout_matching: {repeat_terminate: {max_object_keys: 0}}", ["repeat_terminate.max_object_keys", "null"]),

@@ -87,6 +87,16 @@ def test_a_job_needs_one_kind_of_prompt_and_a_positive_n() -> None:
         decode_job("r:1", messages=[])
 
 
+def test_only_a_caller_outside_a_rollout_goes_without_logprobs() -> None:
+    bare = SamplingParams(logprobs=False)
+    assert decode_job("r:1", sampling=bare, reply_to="m").sampling.logprobs is False
+    for changes in ({}, {"reply_to": "m", "rollout_id": "r"}):
+        with pytest.raises(MessageError, match=r"sampling\.logprobs false needs reply_to"):
+            decode_job("r:1", sampling=bare, **changes)
+    with pytest.raises(ValueError, match="top_logprobs needs logprobs"):
+        SamplingParams(logprobs=False, top_logprobs=0)
+
+
 def test_a_newer_schema_is_named_as_such_even_when_it_would_fit() -> None:
     newer = msgspec.structs.replace(sequence_result("g"), schema=SCHEMA + 1)
     with pytest.raises(UnknownSchema, match="upgrade"):

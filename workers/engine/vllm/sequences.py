@@ -229,7 +229,7 @@ class Sequences:
                 completion = output.outputs[0]
                 final = completion.finish_reason
                 check_version(completion.weight_versions, loaded)
-                entries = _sampled(completion.logprobs, sampling.top_logprobs)
+                entries = _sampled(completion, sampling.top_logprobs)
                 for token, (logprob, place) in zip(completion.token_ids, entries, strict=True):
                     if guard is not None and token == guard.forced:
                         entry.reserved = (token, logprob, place)
@@ -272,27 +272,37 @@ def check_version(spans: Any, version: int) -> None:
 
 def _prompt_scores(output: Any) -> list[tuple[float, Place]]:
     """Logprobs and places of the prompt's tokens 1.. ; only the first output after the prefill has them."""
-    return _positions(output.prompt_logprobs)[1:] if output.prompt_logprobs else []
+    return positions(output.prompt_logprobs)[1:] if output.prompt_logprobs else []
 
 
-def _positions(flat: Any) -> list[tuple[float, Place]]:
-    """The chosen token's logprob and place at each position of vLLM's flat logprobs: itself, then the likeliest."""
+def positions(flat: Any, count: int = 0) -> list[tuple[float, Place]]:
+    """The chosen token's logprob and place at each position of vLLM's flat logprobs: itself, then `count` likeliest.
+
+    vLLM merges outputs that wait for us by way of mappings by token. There a chosen token that is one of the likeliest
+    stands once, first, with its rank among them.
+    """
     found: list[tuple[float, Place]] = []
     for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
         if start == end:  # a prompt's first token
             found.append((0.0, Place(0)))
             continue
-        others = slice(start + 1, end)
-        place = Place(flat.ranks[start] or 0, tuple(flat.token_ids[others]), tuple(flat.logprobs[others]))
-        found.append((flat.logprobs[start], place))
+        token, logprob, rank = flat.token_ids[start], flat.logprobs[start], flat.ranks[start] or 0
+        ids, logprobs = list(flat.token_ids[start + 1 : end]), list(flat.logprobs[start + 1 : end])
+        if len(ids) < count:
+            ids.insert(rank - 1, token)
+            logprobs.insert(rank - 1, logprob)
+            rank = sum(one >= logprob for one in logprobs)  # as where nothing was merged: the last of equals
+        found.append((logprob, Place(rank, tuple(ids), tuple(logprobs))))
     return found
 
 
-def _sampled(flat: Any, count: int | None) -> list[tuple[float, Place | None]]:
-    """The logprobs of sampled tokens, with `count` alternatives (None: without their places)."""
+def _sampled(completion: Any, count: int | None) -> list[tuple[float | None, Place | None]]:
+    """The logprobs of sampled tokens (None: not asked for), with `count` alternatives (None: without their places)."""
+    if completion.logprobs is None:
+        return [(None, None)] * len(completion.token_ids)
     if count is None:
-        return [(logprob, None) for logprob in flat.logprobs]
-    return [(logprob, place) for logprob, place in _positions(flat)]
+        return [(logprob, None) for logprob in completion.logprobs.logprobs]
+    return [(logprob, place) for logprob, place in positions(completion.logprobs, count)]
 
 
 def _ranked(scores: Sequence[tuple[float, Place]], count: int) -> Ranked:
@@ -312,7 +322,7 @@ class Entry:
         self.pausable = pausable  # it keeps its tokens when it is taken out
         self.request_id: str | None = None
         self.policy: Policy | None = None  # under which it was sent last
-        self.reserved: tuple[int, float, Place | None] | None = (
+        self.reserved: tuple[int, float | None, Place | None] | None = (
             None  # (token, logprob, place): the repeat guard's id was sampled
         )
         self.sequence: RunningSequence | None = None
@@ -499,7 +509,7 @@ def vllm_sampling(sequence: RunningSequence, guard: GuardArguments | None = None
         stop_token_ids=[*sequence.end_token_ids, *([guard.forced] if guard else [])],
         allowed_token_ids=list(request.allowed_token_ids) or None,
         ignore_eos=True,
-        logprobs=sampling.top_logprobs or 0,
+        logprobs=sampling.top_logprobs or 0 if sampling.logprobs else None,
         prompt_logprobs=(sampling.prompt_logprobs or 0) if scores or sequence.wants_prompt else None,
         flat_logprobs=True,
         detokenize=False,

@@ -215,6 +215,19 @@ def test_tokens_of_tools_are_compared_with_nothing(run: Path) -> None:
     assert [(fault.kind, fault.position) for fault in look(run).worst] == [("behaviour", PROMPT + 5)]
 
 
+def test_a_sample_without_logprobs_is_checked_if_it_was_trained(run: Path) -> None:
+    def bare(arrays: Arrays) -> None:
+        for field in ("logprobs", "proximal_logprobs", "proximal_versions"):
+            arrays[field].clear()
+
+    change(run, "newest", bare)
+    assert look(run).faults["behaviour"] == 2
+    change(run, "newest", lambda arrays: arrays["response_mask"].__setitem__(slice(PROMPT, PROMPT + 2), [0, 0]))
+    found = look(run)
+    assert (found.wrong, found.unchecked) == (0, 2)
+    assert [(each.sequences, each.tokens) for each in found.not_checked if each.what == "no_logprobs"] == [(1, 2)]
+
+
 @pytest.mark.parametrize("off", [0.0, 0.5])
 def test_a_token_over_a_stale_cache_is_never_right(run: Path, off: float) -> None:
     """However near its behaviour logprob is; a tool's tokens end a turn, and the next one begins with a prefill."""

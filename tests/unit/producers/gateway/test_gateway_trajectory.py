@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from hypothesis import given
@@ -47,6 +48,13 @@ def rollout(turns: list[Turn]) -> Rollout:
 def column(token: int, owner: int, trained: bool) -> tuple[int, int, float, int]:
     """Id, mask, logprob and version of one token of turn `owner`."""
     return (token, 1, -float(token), owner) if trained else (token, 0, 0.0, -1)
+
+
+def test_a_rollout_with_a_turn_without_logprobs_says_so() -> None:
+    bare = turn(1, 0, 2, 3, logprobs=FloatArray(), logprobs_mode="none")
+    [result] = trajectories(rollout([turn(0, -1, 2, 1), bare, turn(2, 1, 1, 1)]), Verdict())
+    assert not result.has_logprobs
+    assert [math.isnan(one) for one in result.logprobs] == [False, False, False, True, True, True, False, False]
 
 
 shapes = st.lists(st.tuples(st.integers(-1, 20), st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=8)
