@@ -45,9 +45,11 @@ async def loaded(backend: B) -> AsyncGenerator[B]:
         await backend.close()
 
 
-def greedy(key: Any, prompt: Sequence[int], num_new_tokens: int, **more: Any) -> SequenceRequest:
+def greedy(
+    key: Any, prompt: Sequence[int], num_new_tokens: int, *, logprobs: bool = True, **more: Any
+) -> SequenceRequest:
     """A sequence of so many new tokens, unless it ends by itself; `more`: of its SequenceRequest."""
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=num_new_tokens)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=num_new_tokens, logprobs=logprobs)
     return SequenceRequest(str(key), tuple(prompt), sampling, **more)
 
 

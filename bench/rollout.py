@@ -8,15 +8,16 @@ Plan ───┤                                                              �
 
 The two sides of a part alternate, with the same prompts, on the same model; both stay loaded.
 
-- added: pairs of the same prompt and options. The engine alone gets the prompt's tokens, so the added time includes
-  rendering and parsing. Streamed: time to the first text, which comes with the first `gateway.stream_tokens` tokens.
+- added: pairs of the same prompt and options, without logprobs. The engine alone gets the prompt's tokens, so the added
+  time includes rendering and parsing. Streamed: time to the first text, which comes with the first
+  `gateway.stream_tokens` tokens.
 - rollouts: several turns with a tool between them, all at once. Through the servers each is one `POST /rollout`; its
   clock stops when its trajectory is in the result stream. The engine alone gets each turn's tokens, rendered before the
   clock starts; between turns it waits as long as the tool would.
 - turns: a conversation's turns come one after another, each through the next gateway. All have one system prompt, and a
   question of their own. Without: no turn is left to the worker that has the turns before, and no worker keeps prefixes.
 - served: a round is `requests` chat completions, `concurrency` at a time, greedy, all of the same length. First plain
-  requests, then requests with logprobs: a worker computes those of every token in both cases.
+  requests, then requests with logprobs.
 """
 
 from __future__ import annotations
@@ -248,7 +249,8 @@ class Direct:
     async def first_tokens_s(self, prompt: Sequence[int], num_tokens: int, every: int) -> float:
         """Seconds to its first `every` tokens; it is decoded to its end."""
         began, reports = time.perf_counter(), list[float]()
-        await self.decode(prompt, num_tokens, report_every=every, report=lambda _: reports.append(time.perf_counter()))
+        told = {"report_every": every, "report": lambda _: reports.append(time.perf_counter())}
+        await self.decode(prompt, num_tokens, logprobs=False, **told)
         return reports[0] - began
 
 
@@ -276,7 +278,7 @@ async def added(
         for side in in_turns(number, ("direct", "gateway")):
             began = time.perf_counter()
             if side == "direct":
-                tokens[side] = await direct.decode(prompt, count)
+                tokens[side] = await direct.decode(prompt, count, logprobs=False)
             else:
                 tokens[side] = (await post(session, url, body))["token_ids"]
             seconds[side] = time.perf_counter() - began

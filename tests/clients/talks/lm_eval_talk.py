@@ -1,4 +1,4 @@
-"""An evaluation of lm-eval over /v1/completions: what the model says after each prompt, and how likely each of two choices is.
+"""Evaluations of lm-eval over /v1/completions: what the model says after a prompt, and which answer is likelier.
 
 Prints the scores by task.
 """
