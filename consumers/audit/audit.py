@@ -2,7 +2,7 @@
 
 - wrong: a number is off, not finite, or claims another version than the one that was published from `versions[i]`; a
   marked token's proximal logprob isn't its behaviour logprob; its mask, or the advantage it was trained with, is
-  incorrect; or it differs from what the consumer handed off.
+  incorrect; its own constraint excludes it; or it differs from what the consumer handed off.
 - unchecked: nothing was found wrong, but a version it needs is gone, an image of its sequence is gone or changed, or it
   was sampled over a cache of older weights.
 - marked: the behaviour logprob is right, and there is no proximal one, as `proximal_versions[i] == -1` says.
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sluice.consumers.audit.evidence import Compared, Evidence, Groups, Mask, evidence_of
+from sluice.consumers.audit.evidence import Compared, Evidence, Groups, Mask, Masks, evidence_of
 from sluice.consumers.audit.recompute import Recomputed, pixels_of, recompute
 from sluice.consumers.audit.report import Advantages, Fault, FaultKind, NotChecked, Report, Unchecked
 from sluice.consumers.audit.stored import Stored, choose, line_of, read_sequences, trained_versions
@@ -65,7 +65,7 @@ def audit_run(
     missing &= set(needed)
     # The step after which a version is published is recorded before the version is.
     newest = max(newest_number(directory / WEIGHTS), max(trained_at.values()) + 1) if trained_at else None
-    tally = Tally(tolerance, frozenset(missing), newest)
+    tally, masks = Tally(tolerance, frozenset(missing), newest), Masks(config)
     with closing(HistoryReader(directory / HISTORY)) as history:
         for sequence, again in pairs:
             if sequence.name in pixels.gone:
@@ -73,7 +73,7 @@ def audit_run(
             elif not sequence.has_logprobs:
                 tally.refuse(sequence, "no_logprobs")
             else:
-                tally.judge(sequence, again, evidence_of(sequence, config, groups, trained_at, history))
+                tally.judge(sequence, again, evidence_of(sequence, config, groups, trained_at, history, masks))
     return Report(
         run=directory.resolve().name,
         **{name: getattr(tally, name) for name in _COUNTS},
@@ -138,6 +138,7 @@ class Tally:
             "marked": _garbage(stored),
             "mask": evidence.mask.off,
             "advantage": self._advantage(stored, evidence),
+            "constraint": evidence.excluded & sampled,
             "handed_on": np.zeros_like(sampled) if evidence.handed_on is None else evidence.handed_on,
         }
         wrong = np.logical_or.reduce(list(off.values()))
@@ -158,6 +159,7 @@ class Tally:
         for what, where in evidence.mask.unchecked.items():
             if what != "mask_of_task" or evidence.handed_on is None:  # else it is compared with the task's mask
                 self._skip(what, where & ~wrong)
+        self._skip("masks", evidence.masks_unknown & sampled & ~wrong)
         if evidence.handed_on is None:
             self._skip("handed_on", sampled)
         self._keep_worst(stored, again, evidence, off)
@@ -251,7 +253,7 @@ def _numbers(kind: FaultKind, stored: Stored, again: Recomputed, evidence: Evide
     if kind == "advantage":
         expected = evidence.advantage.expected if isinstance(evidence.advantage, Compared) else None
         return _or_nan(stored.sample.advantage), _or_nan(expected)
-    if kind == "handed_on":
+    if kind in ("handed_on", "constraint"):
         return stored.token_ids[at], np.nan
     return stored.logprobs[at], again.behaviour[at]
 

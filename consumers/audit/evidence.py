@@ -14,6 +14,9 @@ A response mask is 1 exactly where the policy sampled the token and nothing left
 - `left_out` gives the trainer's reason for each token it left out, and each reason has a rule that can be rechecked.
 - Your own task may clear sampled tokens; the built-in ones never do.
 
+A token that was drawn under a grammar, a list of ids or bad words is one that these allow: the masks are derived again
+from the recorded sampling, by the library and version that derived them then.
+
 The sample as the consumer handed it off is in the run's history, a second copy of what was stored:
 
 - The trainer changes the proximal logprobs, clears masks and the weights of stale tokens, and nothing else.
@@ -25,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +39,11 @@ from sluice.consumers.history.reader import HistoryReader
 from sluice.consumers.samples import group_advantages
 from sluice.consumers.tasks.segments import LeftOut
 from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import DataError, SluiceError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.user_modules import installed
 from sluice.pipeline.weights.line import Line
-from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.messages import Reshaped, TrainingSample
 
 _RELATIVE = 1e-6  # same code and numbers, maybe another machine
 Place = int | str
@@ -242,6 +249,45 @@ def _of_the_whole(sample: TrainingSample) -> tuple[object, ...]:
     return sample.prompt_len, sample.temperature, sample.keeps_cache, sample.task, sample.geometry
 
 
+class Masks:
+    """Derives the masks of constrained sequences again; opened for the first of them."""
+
+    def __init__(self, config: Config) -> None:
+        self._model = config.model
+        self._opened: Any = None
+        self._why_not = ""
+
+    def compare(self, stored: Stored) -> tuple[Mask, Mask]:
+        """(first token of each span that its constraint excludes, tokens whose masks can't be derived here)."""
+        excluded, unknown = np.zeros_like(stored.sampled), np.zeros_like(stored.sampled)
+        for span in stored.sample.reshaped:
+            sampling = span.sampling
+            if not (sampling.grammar or sampling.allowed_token_ids or sampling.bad_words):
+                continue
+            ends = np.flatnonzero(~stored.sampled[span.start : span.end])  # a guard's end, or what a task wrote
+            part = slice(span.start, span.start + int(ends[0]) if len(ends) else span.end)
+            try:
+                at = self._first_excluded(span, stored.token_ids[part].tolist())
+            except SluiceError as error:
+                if not self._why_not:
+                    self._why_not = str(error)
+                    get_logger().warning("masks can't be derived again", sequence=stored.name, why=self._why_not)
+                unknown[part] = True
+                continue
+            if at is not None:
+                excluded[span.start + at] = True
+        return excluded, unknown
+
+    def _first_excluded(self, span: Reshaped, token_ids: list[int]) -> int | None:
+        """Raises SluiceError if its masks can't be derived here."""
+        if self._opened is None:
+            self._opened = installed("sluice.engines", "constraints")(self._model)
+        if span.sampling.grammar is not None and span.library != self._opened.library:
+            here = self._opened.library or "no such library"
+            raise DataError(f"the masks are of {span.library or 'an unknown library'}, and there is {here} here")
+        return cast("int | None", self._opened.first_excluded(span.sampling, token_ids))
+
+
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """Evidence about one sequence besides its recomputed logprobs."""
@@ -249,14 +295,24 @@ class Evidence:
     mask: MaskFindings
     advantage: Compared | Unchecked | None  # None: it has none
     handed_on: Mask | None  # where it differs from what the consumer handed off; None: nothing to compare
+    excluded: Mask  # by the constraint under which it was sampled
+    masks_unknown: Mask  # sampled under a constraint whose masks can't be derived here
     is_rewarded_alike: bool = True  # reward and advantage equal those handed off
 
 
 def evidence_of(
-    stored: Stored, config: Config, groups: Groups, trained_at: Mapping[int, int], history: HistoryReader
+    stored: Stored,
+    config: Config,
+    groups: Groups,
+    trained_at: Mapping[int, int],
+    history: HistoryReader,
+    masks: Masks,
 ) -> Evidence:
     before = handed_on(history, stored)
+    excluded, unknown = masks.compare(stored)
     return Evidence(
+        excluded=excluded,
+        masks_unknown=unknown,
         mask=check_mask(stored, config, trained_at.get(stored.step)),
         advantage=groups.compare(stored),
         handed_on=None if before is None else changed_tokens(stored, before),

@@ -12,7 +12,9 @@ from rich.text import Text
 
 from sluice.pipeline.terminal import Console
 
-FaultKind = Literal["version", "proximal_version", "behaviour", "proximal", "marked", "mask", "advantage", "handed_on"]
+FaultKind = Literal[
+    "version", "proximal_version", "behaviour", "proximal", "marked", "mask", "advantage", "constraint", "handed_on"
+]
 Unchecked = Literal[
     "images",  # an image that its logprobs depend on is gone or changed: nothing in the sequence is judged
     "no_logprobs",  # sampled without them, and not trained as a sample of the policy
@@ -23,6 +25,7 @@ Unchecked = Literal[
     "advantage_unstamped",  # stored by an older release: the number of rewards behind it is unknown
     "mask_of_task",  # the target is your own function, and may have cleared the mask
     "mask_unstamped",  # stored by an older release: why the trainer cleared the mask is unknown
+    "masks",  # sampled under a grammar whose library has another version here, or none; or the model's files are gone
     "staleness",  # metrics.jsonl has no such step, so the trainer's version is not known
     "handed_on",  # the history doesn't hold the sequence as handed off to the trainer
 ]
@@ -36,6 +39,7 @@ _FAULTS: dict[FaultKind, str] = {
     "marked": "marked as not scored, but its proximal logprob differs from the behaviour's",
     "mask": "response mask differs from the tokens that were sampled and kept",
     "advantage": "advantage does not match its group's rewards",
+    "constraint": "excluded by the grammar, list of ids or bad words under which it was sampled",
     "handed_on": "differs from what was handed to the trainer",
 }
 _NOT_CHECKED: dict[Unchecked, str] = {
@@ -48,6 +52,7 @@ _NOT_CHECKED: dict[Unchecked, str] = {
     "advantage_unstamped": "advantages: stored by an older release, without the number of rewards used",
     "mask_of_task": "masks: rollout_matching.target is your own, and may have cleared these",
     "mask_unstamped": "masks: stored by an older release, without the reason why the trainer cleared them",
+    "masks": "masks of constraints: their library isn't here in that version, or the model's files are gone",
     "staleness": "the staleness bound: these steps are not in metrics.jsonl",
     "handed_on": "against what was handed to the trainer: these sequences are not in the history",
 }
@@ -62,7 +67,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     version: int
     proximal_version: int
-    stored: float  # nats; for `mask` 0 or 1, for `advantage` its value, for `handed_on` the token's id
+    stored: float  # nats; for `mask` 0 or 1, for `advantage` its value, for `handed_on`, `constraint` the token's id
     recomputed: float  # the same
 
 

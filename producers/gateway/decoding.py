@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -34,6 +34,7 @@ from sluice.producers.gateway.refusals import Refusal, of_letter
 Event = TokenDelta | SequenceResult
 
 _MOST_TRIES = 20
+_ASIDE_S = 0.02  # the answer goes out before what is done about it
 _AGAIN = ("cancelled", "expired")
 
 
@@ -54,18 +55,26 @@ class Decoding:
         """`exported` gets the spans of each job that a traced request made."""
         self._queue, self._replies, self._timeout_s, self._exported = queue, replies, timeout_s, exported
         self._waiting = Counter[str]()
-        self._later: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._later = deque[Callable[[], Awaitable[None]]]()
+        self._is_some = asyncio.Event()
 
     async def run(self) -> None:
         """Cancel abandoned jobs, and delete answers, until cancelled. One that can't be cancelled ends by its deadline,
         and an answer that can't be deleted expires."""
         while True:
-            await (await self._later.get())()
+            await self._is_some.wait()
+            await asyncio.sleep(_ASIDE_S)
+            await self.settle()
 
     async def settle(self) -> None:
-        """At process end: what is left to do."""
-        while not self._later.empty():
-            await self._later.get_nowait()()
+        """What is left to do; also at process end."""
+        self._is_some.clear()
+        while self._later:
+            await self._later.popleft()()
+
+    def _put(self, work: Callable[[], Awaitable[None]]) -> None:
+        self._later.append(work)
+        self._is_some.set()
 
     async def _cancel(self, job_id: str) -> None:
         if self._waiting[job_id]:  # it was requested again
@@ -105,7 +114,7 @@ class Decoding:
 
     def forget_later(self, job: DecodeJob) -> None:
         """The same, soon: nobody waits for it."""
-        self._later.put_nowait(partial(self._forget, job))
+        self._put(partial(self._forget, job))
 
     async def _forget(self, job: DecodeJob) -> None:
         try:
@@ -154,7 +163,7 @@ class Decoding:
             if not self._waiting[job.job_id]:
                 del self._waiting[job.job_id]
                 if not over:
-                    self._later.put_nowait(partial(self._cancel, job.job_id))
+                    self._put(partial(self._cancel, job.job_id))
 
     def _overdue(self, job: DecodeJob) -> str:
         return (

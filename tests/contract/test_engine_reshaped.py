@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.wire.messages import Grammar
 from sluice.workers.engine.contracts import Backend
 from sluice.workers.engine.hf import HfBackend
+from sluice.workers.engine.replay import open_constraints
 from sluice.workers.engine.vllm import VllmBackend
 from tests.contract.engine_fixtures import ragged_prompts, reference_logprobs, request, run
 from tests.contract.test_vllm_parity import _cut, assert_equal
@@ -70,6 +72,20 @@ def test_an_interrupted_sequence_goes_on_as_it_would_have(
     whole = run(hf, asked)
     assert_equal(run(vllm, _cut(asked, whole[0])), whole)
     assert_equal(run(hf, _cut(asked, run(vllm, asked)[0])), whole)
+
+
+def test_the_masks_can_be_derived_again(hf: HfBackend, vllm: VllmBackend) -> None:
+    """From the recorded sampling alone, as the audit does; another token in any place is found there."""
+    constrained = [one for one in RESHAPED.values() if "grammar" in one or "allowed_token_ids" in one]
+    asked = [request(PROMPT, seed, **one, temperature=1.0) for seed, one in enumerate(constrained)]
+    masks = open_constraints(ModelConfig(path=hf.facts.model))
+    assert masks.library == hf.facts.grammars
+    for one, output in zip(asked * 2, run(hf, *asked) + run(vllm, *asked), strict=True):
+        assert masks.first_excluded(one.sampling, output.token_ids) is None
+        for at in (0, len(output.token_ids) // 2):
+            changed = [*output.token_ids]
+            changed[at] = ord("~")
+            assert masks.first_excluded(one.sampling, changed) == at
 
 
 def test_reshaped_rows_change_no_neighbour(hf: HfBackend, vllm: VllmBackend) -> None:

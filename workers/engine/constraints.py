@@ -187,11 +187,17 @@ class Narrowed:
 
     def take(self, token: int) -> None:
         """The next token of the sequence. Raises RequestError for one that isn't allowed here."""
+        if not self.admits(token):
+            raise RequestError(NO_TOKEN)
+
+    def admits(self, token: int) -> bool:
+        """Whether the next token of the sequence is allowed here; if so, it's taken."""
         allowed = not self._allowed or token in self._allowed
         allowed = allowed and not any(self._completes(word, token) for word in self._bad)
         if not allowed or (self._matcher is not None and not self._matcher.accept_token(token)):
-            raise RequestError(NO_TOKEN)
+            return False
         self._tail = [*self._tail, token][-self._longest :]
+        return True
 
     def _completes(self, word: tuple[int, ...], token: int) -> bool:
         before = word[:-1]

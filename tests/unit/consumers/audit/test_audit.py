@@ -13,6 +13,8 @@ from sluice.consumers.audit.audit import audit_run
 from sluice.consumers.audit.report import Report
 from sluice.consumers.tasks.segments import LeftOut
 from sluice.pipeline.config.types import Config, ModelConfig, PolicyConfig
+from sluice.pipeline.wire.messages import Grammar, Reshaped, SamplingParams, TrainingBatch, decode
+from sluice.workers.engine.constraints import library
 from tests.unit.consumers.audit.stored_run import MARKED, PROMPT, TOKENS, change, write_rollouts, write_weights
 
 Arrays = dict[str, list[Any]]
@@ -226,6 +228,30 @@ def test_a_sample_without_logprobs_is_checked_if_it_was_trained(run: Path) -> No
     found = look(run)
     assert (found.wrong, found.unchecked) == (0, 2)
     assert [(each.sequences, each.tokens) for each in found.not_checked if each.what == "no_logprobs"] == [(1, 2)]
+
+
+def test_a_token_that_its_constraint_excludes_is_wrong(run: Path) -> None:
+    model = ModelConfig(path=str(run / "weights" / "v000000"), device="cpu")
+
+    def constrained(seq_id: str, sampling: SamplingParams, library: str = "") -> None:
+        span = Reshaped(start=PROMPT, end=PROMPT + 4, sampling=sampling, library=library)
+        change(run, seq_id, lambda arrays: None, reshaped=[span])
+
+    def audited() -> Report:
+        return audit_run(run, Config(model=model), tolerance=1e-4)
+
+    batch = next(decode(TrainingBatch, file.read_bytes()) for file in sorted((run / "rollouts").glob("step-*")))
+    own = {one.seq_id: tuple(one.token_ids[PROMPT : PROMPT + 4]) for one in batch.samples}
+    constrained("one", SamplingParams(allowed_token_ids=own["one"]))
+    assert audited().wrong == 0
+    constrained("one", SamplingParams(allowed_token_ids=own["one"][:2]))
+    constrained("two", SamplingParams(grammar=Grammar(kind="regex", text="(yes|no)")), library())
+    found = [(fault.kind, fault.seq_id, fault.position) for fault in audited().worst]
+    assert sorted(found) == [("constraint", "one", PROMPT + 2), ("constraint", "two", PROMPT)]
+    constrained("two", SamplingParams(grammar=Grammar(kind="regex", text="(yes|no)")), "xgrammar 0.0.1")
+    report = audited()
+    assert report.wrong == 1
+    assert [(each.sequences, each.tokens) for each in report.not_checked if each.what == "masks"] == [(1, 4)]
 
 
 @pytest.mark.parametrize("off", [0.0, 0.5])
