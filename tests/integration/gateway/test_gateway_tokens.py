@@ -200,7 +200,7 @@ async def test_logprobs_are_computed_where_somebody_asks_for_them(config: Config
         body: dict[str, Any] = {"messages": [USER], **GREEDY}
         last = (await streamed(gateway, "/v1/chat/completions", body))[-1]
         assert (last["token_ids"], last["logprobs"]) == (bare["token_ids"], None)
-        spoken: dict[str, Any] = {"input": "the abc", "temperature": 0}
+        spoken: dict[str, Any] = {"input": "the abc", "temperature": 0, "max_output_tokens": 12}
         for path, more, known in (
             ("/v1/messages", {**body, "model": "default"}, False),
             ("/v1/messages", {**body, "model": "default", "rollout_id": "m"}, True),

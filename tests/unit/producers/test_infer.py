@@ -82,9 +82,9 @@ def test_a_flag_that_contradicts_its_ending_is_never_sent(result: SequenceResult
 
 
 def test_options_are_the_callers_over_those_of_the_run() -> None:
-    assert read_call(call()).options.sampling(RUN) == RUN
+    assert read_call(call(request_config={"logprobs": True})).options.sampling(RUN) == RUN
     found = read_call(call(request_config={"max_tokens": 9, "top_k": -1, "stop": [], "temperature": 0})).options
-    assert found.sampling(RUN) == SamplingParams(max_new_tokens=9, temperature=0, stop=())
+    assert found.sampling(RUN) == SamplingParams(max_new_tokens=9, temperature=0, stop=(), logprobs=False)
 
 
 @pytest.mark.parametrize(
