@@ -90,7 +90,8 @@ def test_a_job_needs_one_kind_of_prompt_and_a_positive_n() -> None:
 def test_only_a_caller_outside_a_rollout_goes_without_logprobs() -> None:
     bare = SamplingParams(logprobs=False)
     assert decode_job("r:1", sampling=bare, reply_to="m").sampling.logprobs is False
-    for changes in ({}, {"reply_to": "m", "rollout_id": "r"}):
+    trained: list[dict[str, Any]] = [{}, {"reply_to": "m", "rollout_id": "r"}]
+    for changes in trained:
         with pytest.raises(MessageError, match=r"sampling\.logprobs false needs reply_to"):
             decode_job("r:1", sampling=bare, **changes)
     with pytest.raises(ValueError, match="top_logprobs needs logprobs"):
