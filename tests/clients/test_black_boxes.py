@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AddedToken, AutoTokenizer
+from transformers import AutoTokenizer
 
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.wire.keys import Keys
@@ -122,28 +122,6 @@ async def test_an_agent_with_a_base_url(
     ]
     assert sampled == expected * finished["num_turns"], "every turn's tokens, once"
     assert {result.reward for result in results} == {1.0}
-
-
-async def test_an_agent_whose_every_answer_is_a_call(
-    broker_config: BrokerConfig, keys: Keys, run_dir: Path, client: Any, tmp_path: Path
-) -> None:
-    """smolagents' ToolCallingAgent asks for `tool_choice: "required"`; the call that ends it is a call too."""
-    tokenizer: Any = build_tokenizer()
-    call = ['<tool_call>\n{"name": "final_answer", "arguments": {', '"answer": "', SAID, '"}', "}\n</tool_call>"]
-    tokenizer.add_tokens([AddedToken(part, normalized=False) for part in call])
-    tokens = tokenizer.convert_tokens_to_ids(call)
-    chain = ([*tokenizer.encode("\n"), *tokens], [tokenizer.eos_token_id])
-    source = save_loop_model(tmp_path / "model", context=65_536, chains=[chain], tokenizer=tokenizer).directory
-    with started(source, max_batch=4) as backend:
-        async with serving(agents_config(broker_config, keys, run_dir, source), backend) as gateway:
-            url = f"{gateway.url}/rollouts/calls"
-            arguments, _ = await asyncio.to_thread(smolagents, url, tmp_path, "calls")
-            answer = await said(arguments, {**os.environ, "HOME": str(tmp_path)}, tmp_path)
-            await gateway.finish("calls", reward=1.0)
-    assert json.loads(answer.splitlines()[-1]) == {"answer": SAID}
-    [result] = await published(client, keys)
-    assert list(result.token_ids) == [*tokens, tokenizer.eos_token_id]
-    assert [one.sampling.grammar is not None for one in result.reshaped] == [True], "marked: the form was asked for"
 
 
 async def test_an_evaluation_by_completions(config: Config, backend: HfBackend, source: Path, tmp_path: Path) -> None:
