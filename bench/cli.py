@@ -178,7 +178,8 @@ def train(
 
     Each side trains a random Qwen3 of some 40 million parameters on the same rows with a clipped policy loss, in a
     process of its own; the optimiser is left out. Plain passes make all logits of a row at once: with the defaults
-    they need some 16 GB of memory. About 15 minutes.
+    they need some 16 GB of memory. Then come steps with a KL to a reference and of DPO, and a scorer's pass, each
+    over a plain step (`terms`), and gradients on several ranks against one process. About 15 minutes.
 
     Example: `sluice bench train --tokens 1024 --json`
     """
