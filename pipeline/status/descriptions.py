@@ -311,7 +311,8 @@ def _nobody(now: Snapshot, stall: Stall) -> StallText:
         row = now.process(stall.process)
         if row is not None and not ended:  # a supervisor sees a process that ends, and not one that hangs
             hangs = f"; if pid {row.pid} is still there on {row.host}, it hangs or is stopped: "
-            hangs += f"`kill -9 {row.pid}` there"
+            hangs += f"`kill -9 {row.pid}` there, unless its log says that it waits for the broker: then that host is "
+            hangs += "cut off, and it continues once the network is back"
     return StallText(
         f"no {role.name} is alive, and {work}",
         more,

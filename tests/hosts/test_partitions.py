@@ -60,6 +60,7 @@ def bear(stack: HostStack, worker: Process, harm: Callable[[], Callable[[], None
     assert stall["process"] == worker.name
     assert worker.name in stall["says"]
     assert "went silent" in stall["says"]
+    assert "cut off" in stall["remedy"]
     before = stack.snapshot().committed
     heal()
     stack.wait(lambda now: now.committed > before, "the worker to go on")
