@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import signal
 import threading
@@ -44,7 +45,7 @@ class Blow:
     names: frozenset[str]  # processes that it hit; "broker", or "run" for the disk of all
     hit: str  # for the log
     began: float
-    heal: Callable[[], None] | None = None  # None: nothing is to end
+    heal: Callable[[], object] | None = None  # None: nothing is to end
     ended: float | None = None
 
     @property
@@ -114,7 +115,8 @@ class Adversary:
         if fault.role in (_BROKER, _RUN):
             return self._hit_what_all_need(fault)
         name, pid = self._victim(fault)
-        hit, heal, began = f"{name} ({pid})", None, time.monotonic()
+        hit, began = f"{name} ({pid})", time.monotonic()
+        heal: Callable[[], object] | None = None
         if fault.verb in ("kill", "clock", "starve"):
             if fault.role == "worker" and fault.verb != "starve":
                 hit += self._note_recovery(name, pid)
@@ -125,7 +127,7 @@ class Adversary:
             strike(pid, signal.SIGKILL)
         elif fault.verb == "stop":
             strike(pid, signal.SIGSTOP)
-            heal = lambda: strike(pid, signal.SIGCONT) and None  # noqa: E731
+            heal = functools.partial(strike, pid, signal.SIGCONT)
         else:
             how, heal = self._harm_its_network(fault, name)
             hit += how
