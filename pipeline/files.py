@@ -8,10 +8,12 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 _STALE_S = 60.0
+_SYNC_BYTES = 32 << 20  # between two syncs of a file that is being written
 
 
 def write_atomic(
@@ -71,6 +73,28 @@ def fsync_tree(directory: Path) -> None:
         if path.is_file():
             _fsync(path)
     _fsync(directory)
+
+
+@contextlib.contextmanager
+def synced_meanwhile(descriptor: int) -> Generator[Callable[[int], None]]:
+    """A large file that is written in the block is synced as it is written, and durable after it.
+
+    Call what it gives with the bytes of each write. Raises OSError if the disk doesn't take them.
+    """
+    unsynced, syncing = 0, Future[None]()
+    syncing.set_result(None)
+    with ThreadPoolExecutor(1, thread_name_prefix="sync") as pool:
+
+        def wrote(count: int) -> None:
+            nonlocal unsynced, syncing
+            unsynced += count
+            if unsynced >= _SYNC_BYTES and syncing.done():
+                syncing.result()  # the kernel tells an error once
+                unsynced, syncing = 0, pool.submit(os.fdatasync, descriptor)
+
+        yield wrote
+        syncing.result()
+        os.fdatasync(descriptor)
 
 
 def link_files(source: Path, target: Path) -> None:

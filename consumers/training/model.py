@@ -21,6 +21,7 @@ from xxhash import xxh3_128
 from sluice.consumers.training import lora
 from sluice.pipeline.config.types import Config, ModelConfig
 from sluice.pipeline.errors import ModelError
+from sluice.pipeline.files import synced_meanwhile
 from sluice.pipeline.weights.versions import MANIFEST, tensor_table
 from sluice.pipeline.wire.messages import Shard
 
@@ -231,7 +232,7 @@ def _write_file(file: Path, tensors: Mapping[str, Tensor]) -> Shard:
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
     digest = xxh3_128()
-    with file.open("wb", buffering=0) as stream:
+    with file.open("wb", buffering=0) as stream, synced_meanwhile(stream.fileno()) as wrote:
         for piece in (len(raw).to_bytes(8, "little") + raw, *(_bytes_of(tensor) for _, tensor in ordered)):
             left = memoryview(piece)
             while left:  # a write may be short
@@ -239,7 +240,7 @@ def _write_file(file: Path, tensors: Mapping[str, Tensor]) -> Shard:
                 written = stream.write(block)
                 digest.update(block[:written])
                 left = left[written:]
-        os.fdatasync(stream.fileno())  # here, beside other files and the probe
+                wrote(written)
     return Shard(8 + len(raw) + end, digest.hexdigest())
 
 

@@ -20,6 +20,7 @@ import re
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,10 @@ class Shadow:
         layers: set[str] = set(getattr(model, "_no_split_modules", None) or ())
         self._room: _Room = {}
         for module in _units(self._model, layers):
+            in_blocks = _IN_BLOCKS.get(type(module))
+            if in_blocks is not None:
+                module.forward = partial(in_blocks, module, self._device)
+                continue
             inner = list(module.modules()) if type(module).__name__ in layers else [module]
             lent = _Lent(inner, self._device, self._room)
             module.register_forward_pre_hook(lent.put)
@@ -198,6 +203,30 @@ class _Lent:
         made = free.pop() if free else torch.empty(value.shape, dtype=torch.float32, device=self._device)
         self._used.append(made)
         return made.copy_(value)
+
+
+def _embedded(module: torch.nn.Embedding, device: torch.device, ids: Tensor) -> Tensor:
+    """The rows that are used, in float32."""
+    rows = torch.nn.Embedding.forward(module, ids.to(module.weight.device))
+    return rows.to(device, torch.float32)
+
+
+def _multiplied(module: torch.nn.Linear, device: torch.device, values: Tensor) -> Tensor:
+    """A linear layer whose weights are in float32 one block of rows at a time."""
+    found: list[Tensor] = []
+    count = max(1, _BLOCK // module.in_features)
+    room = torch.empty(count, module.in_features, dtype=torch.float32, device=device)
+    for block in module.weight.split(count):
+        weight = block if block.dtype == torch.float32 else room[: len(block)].copy_(block)
+        found.append(torch.nn.functional.linear(values, weight.to(device)))
+    made = torch.cat(found, dim=-1)
+    return made if module.bias is None else made + module.bias.to(device, torch.float32)
+
+
+_IN_BLOCKS: dict[type, Callable[..., Tensor]] = {torch.nn.Embedding: _embedded, torch.nn.Linear: _multiplied}
+"""Outside of the layers: embedding and head are the largest tensors by far, and a whole one in float32 takes longer than
+the rest of the pass."""
+_BLOCK = 1 << 22  # values
 
 
 def _units(module: Any, layers: set[str]) -> Generator[Any]:

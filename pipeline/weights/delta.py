@@ -261,13 +261,22 @@ class _Expand(NamedTuple):
 def _grouped(values: Bytes, item: int) -> Bytes:
     """The lowest bytes of all values, then the next ones; same length."""
     made = np.empty((item, len(values) // item), dtype=np.uint8)
-    for place in range(item):  # five times as fast as a transposed copy
-        made[place] = values[place::item]
+    if item == 2:  # whole values are twice as fast as every second byte, and that five times as a transposed copy
+        whole = values.view("<u2")
+        np.copyto(made[0], whole, casting="unsafe")
+        np.right_shift(whole, 8, out=made[1], casting="unsafe")
+    else:
+        for place in range(item):
+            made[place] = values[place::item]
     return made.reshape(-1)
 
 
 def _ungrouped(grouped: Bytes, item: int) -> Bytes:
-    made, places = np.empty_like(grouped), grouped.reshape(item, -1)
+    places = grouped.reshape(item, -1)
+    if item == 2:
+        whole = np.left_shift(places[1], 8, dtype="<u2")
+        return np.bitwise_or(whole, places[0], out=whole).view(np.uint8)
+    made = np.empty_like(grouped)
     for place in range(item):
         made[place::item] = places[place]
     return made

@@ -137,6 +137,18 @@ def test_the_shadow_scores_what_it_is_given_and_keeps_nothing(source: Path) -> N
     assert model.training
 
 
+def test_large_layers_are_scored_in_blocks(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.consumers.training.snapshot._BLOCK", 5000)
+    model = load_policy(source, ModelConfig(device="cpu"))
+    shadow, own = Shadow(model), model.state_dict()
+    assert own["lm_head.weight"].numel() > 2 * 5000, "several blocks"
+    with rounded(model, torch.bfloat16):
+        wanted = probe_score(model, PROBE)
+    half = {name: value.to(torch.bfloat16) for name, value in own.items()}
+    assert shadow.score(half, PROBE) == pytest.approx(wanted, abs=1e-4)
+    assert shadow.score(own, PROBE) == pytest.approx(probe_score(model, PROBE), abs=1e-4)
+
+
 def test_a_full_disk_is_the_error(source: Path) -> None:
     model = load_policy(source, ModelConfig(device="cpu"))
     with pytest.raises(OSError, match="No space left on device"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.pipeline.files import fsync_tree, write_atomic
+from sluice.pipeline.files import fsync_tree, synced_meanwhile, write_atomic
 
 
 def test_it_replaces_the_old_file_and_makes_directories(tmp_path: Path) -> None:
@@ -96,3 +96,17 @@ def test_two_writers_of_one_file_with_the_same_pid_do_not_meet(tmp_path: Path) -
     assert errors == []
     assert target.read_bytes() == b"a" * 50_000
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_disk_that_fails_a_sync_fails_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reports it once, to whichever sync comes next; a pipe takes no sync at all."""
+    monkeypatch.setattr("sluice.pipeline.files._SYNC_BYTES", 4)
+    reading, writing = os.pipe()
+    with pytest.raises(OSError, match="Invalid argument"), synced_meanwhile(writing) as wrote:
+        wrote(os.write(writing, b"early"))
+    for one in (reading, writing):
+        os.close(one)
+    with (tmp_path / "f").open("wb", buffering=0) as stream, synced_meanwhile(stream.fileno()) as wrote:
+        for _ in range(9):
+            wrote(stream.write(b"abc"))
+    assert (tmp_path / "f").read_bytes() == b"abc" * 9

@@ -25,7 +25,7 @@ from sluice.workers.engine.contracts import WeightsProbe
 from sluice.workers.engine.hf.model import LoadedModel
 from sluice.workers.engine.hf.passes import summed_logprob
 from sluice.workers.engine.hf.standby import second_model
-from sluice.workers.engine.weight_files import Layout, LoadedAdapter, open_weights
+from sluice.workers.engine.weight_files import Layout, LoadedAdapter, equal, open_weights
 
 
 class Weights:
@@ -152,9 +152,9 @@ def load_weights(
                 for name, stored in piece.tensors(module, lambda source: sources[source].get_tensor(source)).items():
                     target = layout.own[name]
                     value = stored if adapter is None else adapter.merged(name, stored)
-                    changed = changed or (name in watched and not torch.equal(target, value.to(target)))
+                    changed = changed or (name in watched and not equal(target, value.to(target)))
                     target.copy_(value)
-                    if not torch.equal(target, value.to(target)):  # NaN is refused
+                    if not equal(target, value.to(target)):  # NaN is refused
                         raise TornWeights(f"{directory}: {name} does not match what was copied; load a version again")
         except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
             raise TornWeights(

@@ -1,0 +1,82 @@
+"""What a version's files must be: compared bit by bit, and plain weights for a plain model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import WeightsError
+from sluice.workers.engine.hf.weights import load_weights
+from sluice.workers.engine.vllm.checkpoint import Checkpoint
+from sluice.workers.engine.weight_files import equal
+from tests.tiny_models import save_tiny_model
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def quantised(source: Path, target: Path) -> Path:
+    """The model with int8 weights and a scale for each of their rows, as compressed-tensors stores them."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].abs().amax(dim=1, keepdim=True) / 127
+        tensors[name], tensors[f"{name}_scale"] = (tensors[name] / scale).round().to(torch.int8), scale
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    kind = {"num_bits": 8, "type": "int", "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**kind, "strategy": "channel", "dynamic": False},
+                "input_activations": {**kind, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_equal_tensors(dtype: torch.dtype) -> None:
+    """As torch.equal says, whatever can't be compared by words: odd sizes, views, other dtypes, signs of zero."""
+    left = torch.randn(6, 8).to(dtype)
+    left[0, :3] = torch.tensor([float("inf"), float("-inf"), torch.finfo(dtype).max])
+    assert equal(left, left.clone())
+    for at in range(left.numel()):
+        other = left.clone()
+        other.view(-1)[at] = 3.0
+        assert not equal(left, other)
+    assert equal(left[1:, 1:], left[1:, 1:].clone())
+    assert not equal(left[1:], left[:-1])
+    assert not equal(left, left[:3])
+    assert equal(torch.zeros(5, dtype=dtype), -torch.zeros(5, dtype=dtype))
+    left[5, 7] = float("nan")
+    assert not equal(left, left.clone())
+    assert not equal(left, left)
+    assert equal(torch.arange(3), torch.arange(3))
+
+
+def test_a_quantised_engine_refuses_plain_versions_by_name(tmp_path: Path) -> None:
+    version = save_tiny_model(tmp_path / "version")
+    pytest.importorskip("compressed_tensors", reason="it comes with vLLM")
+    start = quantised(version, tmp_path / "start")
+    with pytest.raises(WeightsError, match=r"version: this engine's model is quantised \(compressed-tensors\)"):
+        Checkpoint(ModelConfig(path=str(start))).names_for(version)
+    model = AutoModelForCausalLM.from_pretrained(start)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(WeightsError, match=r"version: this engine's model is quantised \(compressed-tensors\)"):
+        load_weights(model, version)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert Checkpoint(ModelConfig(path=str(version))).names_for(version)
