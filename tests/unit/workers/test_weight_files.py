@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sluice.pipeline.config.types import ModelConfig
-from sluice.pipeline.errors import WeightsError
+from sluice.pipeline.errors import TornWeights, WeightsError
 from sluice.workers.engine.hf.weights import load_weights
 from sluice.workers.engine.vllm.checkpoint import Checkpoint
 from sluice.workers.engine.weight_files import equal
@@ -66,6 +66,19 @@ def test_equal_tensors(dtype: torch.dtype) -> None:
     assert not equal(left, left.clone())
     assert not equal(left, left)
     assert equal(torch.arange(3), torch.arange(3))
+
+
+def test_every_block_is_copied_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.workers.engine.hf.weights._BLOCK", 100)
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path / "old", seed=1), dtype=torch.bfloat16)
+    directory = save_tiny_model(tmp_path / "new", seed=2)
+    tensors = load_file(directory / "model.safetensors")
+    load_weights(model, directory)
+    assert all(torch.equal(value, tensors[name].bfloat16()) for name, value in model.state_dict().items())
+    tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = float("nan")
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TornWeights, match=r"layers\.1\.mlp\.up_proj\.weight does not match what was copied"):
+        load_weights(model, directory)
 
 
 def test_a_quantised_engine_refuses_plain_versions_by_name(tmp_path: Path) -> None:
