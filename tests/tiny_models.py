@@ -5,11 +5,14 @@ Weights are wide (standard deviation 0.3) so that the best two logits are apart 
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -70,3 +73,30 @@ def save_tiny_model(
     Qwen3ForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def quantised_copy(source: Path, target: Path) -> Path:
+    """The model with int8 weights and a scale for each of their rows, as compressed-tensors stores them."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].abs().amax(dim=1, keepdim=True) / 127
+        tensors[name], tensors[f"{name}_scale"] = (tensors[name] / scale).round().to(torch.int8), scale
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    kind = {"num_bits": 8, "type": "int", "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**kind, "strategy": "channel", "dynamic": False},
+                "input_activations": {**kind, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    (target / "config.json").write_text(json.dumps(config))
+    return target

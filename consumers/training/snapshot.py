@@ -224,8 +224,7 @@ def _multiplied(module: torch.nn.Linear, device: torch.device, values: Tensor) -
 
 
 _IN_BLOCKS: dict[type, Callable[..., Tensor]] = {torch.nn.Embedding: _embedded, torch.nn.Linear: _multiplied}
-"""Outside of the layers: embedding and head are the largest tensors by far, and a whole one in float32 takes longer than
-the rest of the pass."""
+"""Outside of the layers: embedding and head are the largest tensors by far, and often half of the pass in float32."""
 _BLOCK = 1 << 22  # values
 
 

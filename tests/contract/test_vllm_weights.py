@@ -14,7 +14,7 @@ from sluice.pipeline.errors import WeightsError
 from sluice.workers.engine.vllm import VllmBackend
 from tests.contract.engine_fixtures import reference, reference_logprobs, request, run
 from tests.contract.vllm_fixtures import started_vllm
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import quantised_copy, save_tiny_model
 
 PROMPT = list(b"the abc of it")
 
@@ -80,3 +80,13 @@ def test_a_refused_load_keeps_the_old_version_serving(tied: VllmBackend, tmp_pat
         asyncio.run(tied.load_weights(new, 99))
     assert tied.version == version
     assert run(tied, request(PROMPT))[0] == before
+
+
+def test_a_quantised_engine_serves_on_and_refuses_plain_versions_by_name(tmp_path: Path) -> None:
+    version = save_tiny_model(tmp_path / "version", seed=1)
+    with started_vllm(quantised_copy(version, tmp_path / "start")) as backend:
+        before = run(backend, request(PROMPT))[0]
+        with pytest.raises(WeightsError, match=r"quantised \(compressed-tensors\)"):
+            asyncio.run(backend.load_weights(version, 1))
+        assert backend.version == 0
+        assert run(backend, request(PROMPT))[0] == before

@@ -255,7 +255,7 @@ def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _quantised_by(module: Any) -> str:
-    """Name of the method; "" for plain weights. transformers keeps its settings only while the tensors are quantised."""
+    """Name of the method; "" for plain weights, also where transformers has made plain ones of quantised ones."""
     found = getattr(module.config, "quantization_config", None)
     if not found:
         return ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -16,36 +14,9 @@ from sluice.pipeline.errors import TornWeights, WeightsError
 from sluice.workers.engine.hf.weights import load_weights
 from sluice.workers.engine.vllm.checkpoint import Checkpoint
 from sluice.workers.engine.weight_files import equal
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import quantised_copy, save_tiny_model
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def quantised(source: Path, target: Path) -> Path:
-    """The model with int8 weights and a scale for each of their rows, as compressed-tensors stores them."""
-    shutil.copytree(source, target)
-    tensors = load_file(target / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        scale = tensors[name].abs().amax(dim=1, keepdim=True) / 127
-        tensors[name], tensors[f"{name}_scale"] = (tensors[name] / scale).round().to(torch.int8), scale
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    config = json.loads((target / "config.json").read_text())
-    kind = {"num_bits": 8, "type": "int", "symmetric": True}
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**kind, "strategy": "channel", "dynamic": False},
-                "input_activations": {**kind, "strategy": "token", "dynamic": True},
-            }
-        },
-    }
-    (target / "config.json").write_text(json.dumps(config))
-    return target
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -85,7 +56,7 @@ def test_every_block_is_copied_and_compared(tmp_path: Path, monkeypatch: pytest.
 def test_a_quantised_engine_refuses_plain_versions_by_name(tmp_path: Path) -> None:
     version = save_tiny_model(tmp_path / "version")
     pytest.importorskip("compressed_tensors", reason="it comes with vLLM")
-    start = quantised(version, tmp_path / "start")
+    start = quantised_copy(version, tmp_path / "start")
     with pytest.raises(WeightsError, match=r"version: this engine's model is quantised \(compressed-tensors\)"):
         Checkpoint(ModelConfig(path=str(start))).names_for(version)
     model = AutoModelForCausalLM.from_pretrained(start)
