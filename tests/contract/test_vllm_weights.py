@@ -84,7 +84,7 @@ def test_a_refused_load_keeps_the_old_version_serving(tied: VllmBackend, tmp_pat
 
 def test_a_quantised_engine_serves_on_and_refuses_plain_versions_by_name(tmp_path: Path) -> None:
     version = save_tiny_model(tmp_path / "version", seed=1)
-    with started_vllm(quantised_copy(version, tmp_path / "start")) as backend:
+    with started_vllm(quantised_copy(version, tmp_path / "start"), dtype="bfloat16") as backend:
         before = run(backend, request(PROMPT))[0]
         with pytest.raises(WeightsError, match=r"quantised \(compressed-tensors\)"):
             asyncio.run(backend.load_weights(version, 1))

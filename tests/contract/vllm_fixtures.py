@@ -43,10 +43,11 @@ def make_vllm(
     max_batch: int = 6,
     room: AdapterRoom | None = None,
     max_pause_s: float | None = None,
+    dtype: Any = "auto",
     **options: Any,
 ) -> VllmBackend:
     """A backend that is not started."""
-    config, given = ModelConfig(path=str(directory)), vllm_options(**options)
+    config, given = ModelConfig(path=str(directory), dtype=dtype), vllm_options(**options)
     return VllmBackend(config, max_batch=max_batch, options=given, room=room, max_pause_s=max_pause_s)
 
 
