@@ -174,7 +174,8 @@ class _LinearScores(torch.autograd.Function):
         least = torch.finfo(wide).min  # for -inf, whose product with its probability 0 would be NaN
         scores = states.new_zeros(1 + entropies, len(states), dtype=wide)
         chosen = scores[0]
-        peaks, sums, drifts = scores.new_full((len(states),), least), *scores.new_zeros(2, len(states))
+        peaks = torch.full_like(chosen, least)
+        sums, drifts = torch.zeros_like(chosen), torch.zeros_like(chosen)
         for words, piece, logits in _tiles(states, weight, bias, temperatures):
             ids, inside = _within(words, token_ids[piece])
             chosen[piece] += logits.gather(1, ids).squeeze(1).where(inside, 0)
