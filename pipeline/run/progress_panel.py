@@ -76,7 +76,7 @@ class Progress:
             "version": "-" if now.latest_version is None else str(now.latest_version),
             "lag": str(now.version_lag),
             **_quality(now.metrics),
-            "triggers": f"{guard_counts(now)[0]}" if guard(now) else "-",
+            **({"triggers": f"{guard_counts(now)[0]}"} if guard(now) else {}),
             "ETA": self._eta(now),
         }
         return {**cells, **self.extra}
@@ -112,7 +112,7 @@ class Progress:
 
 
 def _quality(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The quality of the newest step's rollouts, by the task's metric."""
+    """The quality of the newest step's rollouts, by the task's metric; none before the first step."""
     shown = {"policy/reward_mean": "reward", "rollout/f1": "rollout F1", "rollout/reward_mean": "reward"}
-    name = next((name for name in shown if name in metrics), "rollout/f1")
-    return {shown[name]: f"{metrics[name]:.2f}" if name in metrics else "-"}
+    name = next((name for name in shown if name in metrics), "")
+    return {shown[name]: f"{metrics[name]:.2f}"} if name else {}
