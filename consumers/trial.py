@@ -80,6 +80,8 @@ def try_rows(config: Config, rows: int, answers: int | None) -> Tried:
     task, context = open_task(config)
     rewards = Rewards(config.rollout_matching, context.codec)
     jobs = cast("list[DecodeJob]", installed("sluice.checks", "jobs")(config, rows))
+    if not jobs:
+        raise preflight.no_rows(config.data.path)
     try:
         found = asyncio.run(_tried(config, jobs, task, context, rewards))
     finally:

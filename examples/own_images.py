@@ -52,6 +52,8 @@ def truth(one: dict[str, Any], width: int, height: int) -> dict[str, Any]:
 
 def main(folder: str, out: str) -> None:
     made = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows(Path(folder))]
+    if not made:
+        sys.exit(f"error: no picture in {folder} has a JSON file of the same name; nothing was written")
     Path(out).write_text("".join(made), encoding="utf-8")
     print(f"{len(made)} rows in {out}")
 

@@ -308,7 +308,7 @@ def data(config: Config, *, needed: bool = False) -> str:
     path, max_s = config.data.path, config.preflight.max_s
     found = cast("Callable[[Config, float], RowsFound]", installed(GROUP, "data"))(config, max_s)
     if found.all_read and not found.read and config.data.limit != 0:
-        raise DataError(f"{path}: no rows; {_FILL_IT}")
+        raise no_rows(path)
     rows = f"{found.read:,} {'row' if found.read == 1 else 'rows'}"
     unscanned = "" if found.all_read else f"; the rest is unscanned (preflight.max_s {max_s:g})"
     if found.first_malformed is None:
@@ -326,6 +326,11 @@ def data(config: Config, *, needed: bool = False) -> str:
     if found.all_read and found.malformed == found.read:
         raise DataError(f"{path}: {count}, so that none is left; {_FILL_IT}")
     return Note(f"{path}: {count}; they are skipped{unscanned}")
+
+
+def no_rows(path: str | None) -> DataError:
+    """Of a file without any."""
+    return DataError(f"{path}: no rows; {_FILL_IT}")
 
 
 def evaluation(config: Config) -> str:

@@ -20,9 +20,12 @@ def test_rows_of_a_folder_are_answered_and_matched(tmp_path: Path, capsys: pytes
     pictures.mkdir()
     for name, color in (("a", "red"), ("b", "blue"), ("no boxes", "green")):
         (pictures / f"{name}.png").write_bytes(png(color, 64, 32))
+    main = load_object(f"{EXAMPLE}:main", "key")
+    with pytest.raises(SystemExit, match=r"no picture in .*pictures has a JSON file"):
+        main(str(pictures), str(tmp_path / "none.jsonl"))
     (pictures / "a.json").write_text('[{"label": "cup", "box": [16, 8, 64, 32]}]')
     (pictures / "b.json").write_text("[]")
-    load_object(f"{EXAMPLE}:main", "key")(str(pictures), str(tmp_path / "scenes.jsonl"))
+    main(str(pictures), str(tmp_path / "scenes.jsonl"))
     assert "2 rows in" in capsys.readouterr().out
     first = json.loads((tmp_path / "scenes.jsonl").read_text().splitlines()[0])
     assert (first["images"], first["truth"]) == (["a.png"], [{"desc": "cup", "bbox_2d": [250, 250, 999, 999]}])

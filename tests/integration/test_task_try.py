@@ -86,5 +86,8 @@ def test_what_is_missing_is_said_before_a_model_is_loaded(model: Path, data: Pat
         try_(model=tmp_path / "none", data=data, overrides=SMALL)
     with pytest.raises(DataError, match="no such file"):
         try_(model=model, data=tmp_path / "none.jsonl", overrides=(*SMALL, "rollout_matching.task=exact_answer"))
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(DataError, match=r"empty\.jsonl: no rows; write one prompt per row"):
+        try_(model=model, data=tmp_path / "empty.jsonl", overrides=(*SMALL, "rollout_matching.task=exact_answer"))
     with pytest.raises(ConfigError, match="at least 1"):
         try_(rows=0)
