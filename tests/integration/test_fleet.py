@@ -33,6 +33,7 @@ from sluice.workers.fleet import members_of, work_for_all
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.contract.test_adapters import make
 from tests.factories import decode_job, sequence_result
+from tests.integration.test_blame import die
 from tests.roles import eventually, run_config
 from tests.scraped import get
 from tests.served import served
@@ -191,6 +192,24 @@ async def test_each_run_has_its_own_adapter_and_one_in_trouble_stops_no_other(
         assert keys.run in text
         assert all(keys.run in page for page in pages)
     assert sum(one["share"] or 0 for one in cast("list[Any]", shown["runs"])) == pytest.approx(1)
+
+
+async def test_a_suspect_of_one_run_has_the_engine_for_itself(fleet: Fleet) -> None:
+    """Otherwise it would take jobs of other runs along, and they would be blamed for it."""
+    sampling = SamplingParams(max_new_tokens=120)
+    await fleet.enqueue("plain", "suspect", sampling=sampling)
+    for _ in range(2):
+        assert await die(fleet.client, fleet.runs["plain"]) == ["suspect"]
+    await fleet.enqueue("prose", *(f"j{k}" for k in range(24)), sampling=sampling)
+    async with fleet.working():
+        await asyncio.gather(fleet.over("plain", 1), fleet.over("prose", 24))
+    spans = {
+        run: [(one.timings["finished_at"] - one.timings["decode_s"], one.timings["finished_at"]) for one in found]
+        for run in ("plain", "prose")
+        for found in (await fleet.results(run),)
+    }
+    [(began, ended)] = spans["plain"]
+    assert [span for span in spans["prose"] if span[0] < ended - 1e-3 and span[1] > began + 1e-3] == []
 
 
 async def test_a_run_that_does_not_fit_is_refused_by_name_with_every_reason(
