@@ -288,7 +288,7 @@ def fleet(
 
     Runs of weight 1, 2 or 4 whose jobs have 8 to 64 tokens and 1 to 4 sequences: every other one always has jobs, the
     rest ask for 20 to 80 % of their share. `jain` is Jain's index of what each got, over what weighted max-min fairness
-    gives it. `rate_share` is their tokens/s over those of the same workers with one run, in turns. About 5 minutes.
+    gives it. `rate_share` is their tokens/s over those of usual workers of one run, in turns. About 6 minutes.
 
     Example: `sluice bench fleet --runs 20 --workers 2 --json`
     """

@@ -3,7 +3,7 @@
     20 runs, half of them always with jobs, half with fewer than their share ──▶ workers ──▶ tokens of each run
 
 - What a run should get is weighted max-min fairness (fairness.py), of the tokens that all got.
-- `rate_share`: tokens/s of the workers with all runs, over those of the same workers with one run, in turns.
+- `rate_share`: tokens/s of the workers with all runs, over those of as many usual workers of one run, in turns.
 - A random model of the demo's size decodes; the runs have no adapters, whose cost docs/policy.md has.
 """
 
@@ -152,8 +152,11 @@ async def _workers(plan: Plan, home: Path, model: Path, broker: Broker, demands:
         file.write_text(resolved_yaml(run, secrets=True))
         entries.append(FleetRun(config=str(file), weight=each.weight))
     worker = WorkerConfig(lora="requests", runs=tuple(entries), max_batch=plan.max_batch)
-    settings = home / "fleet.yaml"
-    settings.write_text(resolved_yaml(Config(run="fleet", worker=worker, **usual), secrets=True))
+    if len(demands) == 1:  # a usual worker, of this run alone
+        worker = WorkerConfig(max_batch=plan.max_batch)
+    settings = home / "workers.yaml"
+    name = demands[0].name if len(demands) == 1 else "fleet"
+    settings.write_text(resolved_yaml(Config(run=name, worker=worker, **usual), secrets=True))
     async with Fleet("worker", home) as fleet:
         for _ in range(plan.workers):
             await fleet.start(sluice_command("worker", "-c", str(settings)), {"REDIS_URL": broker.url})

@@ -244,7 +244,8 @@ class DecodeWorker:
             self._has_more = got.more
             taken = sum(claim.job.n - len(claim.committed) for claim in got.claims if claim.job is not None)
             apart = got.must_drain or any(claim.alone for claim in got.claims)
-            self._turn.answered(taken, more=got.more and self._own_room() > taken, apart=apart)
+            can_go_on = self._images_away_at is None or self._own_room() > 0
+            self._turn.answered(taken, more=got.more and can_go_on, apart=apart)
 
     def _each_turn(self) -> None:
         """Update the status (what this worker waits for) and its metrics."""

@@ -21,7 +21,7 @@ _SMOOTHING = 0.1  # of a run's usual cost, per sequence
 _PROMPT_COST = 0.1  # of a prefilled token, in sampled ones: a pass prefills many at once
 _OFFER_S = 0.1  # for a run to take its turn
 _ANSWER_S = 1.0  # for the broker to answer a claim
-_FULL_POLL_S, _LOOK_S = 0.1, 0.02  # between looks of one loop while the engine is full; the same over all loops
+_FULL_POLL_S, _LOOK_S = 0.1, 0.05  # between looks of one loop while the engine is full; the same over all loops
 _APART_S = 5.0  # for a run that has suspects and holds nothing to claim them
 
 

@@ -243,9 +243,9 @@ class FleetWorker:
         self._stop = stop or asyncio.Event()
         self.stopped_by: int | None = None  # the signal
         self._broken: BaseException | None = None  # what ended the engine
-        most = fleet.worker.max_batch
         terms = {member.config.run: member.terms for member in members}
-        self.turns = Turns(FairShare(most + most // 8, terms), len(members))
+        ahead = max(1, fleet.worker.max_batch // 8)  # the engine never waits for a claim
+        self.turns = Turns(FairShare(fleet.worker.max_batch + ahead, terms), len(members))
         self._engine: asyncio.Future[RoutedBackend] = asyncio.get_running_loop().create_future()
 
     @contextlib.contextmanager

@@ -181,8 +181,8 @@ async def test_each_run_has_its_own_adapter_and_one_in_trouble_stops_no_other(
     letters = await fleet.client.xrange(plain.dead)
     assert len({decode(DeadLetter, fields[b"d"]).seq_id for _, fields in letters}) == 21
     run = fleet.runs["poetry"].run
-    assert 'sluice_decoded_sequences_total{role="worker"} 11.0' in own
-    assert f'sluice_decoded_sequences_total{{role="worker",run="{run}"}} 11.0' in all_runs
+    assert 'sluice_decode_seconds_count{role="worker"} 11.0' in own
+    assert f'sluice_decode_seconds_count{{role="worker",run="{run}"}} 11.0' in all_runs
     assert all_runs.count("\nsluice_process_open_fds ") == 1
     assert {each.name: each.now is not None and workers(each.now) for each in looks} == {
         keys.run: name != "broken" for name, keys in fleet.runs.items()

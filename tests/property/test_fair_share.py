@@ -78,11 +78,11 @@ def lengths(draw: random.Random, mean: int, count: int) -> list[int]:
     return [1 + int(draw.expovariate(1 / mean)) for _ in range(count)]
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     seed=st.integers(0, 2**32),
-    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=20, max_size=20),
-    means=st.lists(st.integers(4, 60), min_size=20, max_size=20),
+    weights=st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=20, max_size=20),
+    means=st.lists(st.integers(4, 40), min_size=20, max_size=20),
 )
 def test_twenty_runs_of_unequal_demand_get_their_weighted_shares(
     seed: int, weights: Sequence[float], means: Sequence[int]

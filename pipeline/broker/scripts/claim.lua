@@ -16,6 +16,7 @@ local held, MOST_AT_ONCE = tonumber(ARGV[FIRST + 5]), 100
 local call, now, out, given, more, over = ARGV[FIRST + 6], now_ms(), {}, {}, 0, 0
 local watch_ms, prefix_wait_ms = tonumber(ARGV[FIRST + 8]), tonumber(ARGV[FIRST + 9])
 local quota, looks = tonumber(ARGV[FIRST + 10]), ARGV[FIRST + 11] == '1'
+local has_turns = looks -- it may have no room now because other queues have their turn; that is no reason to ring
 local last_call = claims_of .. owner
 
 -- Indices that need no decoding, and the stored progress of the others.
@@ -196,7 +197,7 @@ over = over + ended
 local function answer_with(jobs_given, finish_first)
   local again = 0
   if capacity + beyond_quota <= 0 then
-    stand_down(owner)
+    if not has_turns or is_watching(owner) then stand_down(owner) end
   elseif watch_ms > 0 then
     again = look_again(owner, held + #given > 0, watch_ms)
   end

@@ -6,6 +6,11 @@ local BUSY = 'busy:'
 -- A key that exists while a worker that was told to end may still hold jobs.
 local function leaving(owner) return claims_of .. owner .. ':leaving' end
 
+local function is_watching(owner)
+  local watching = redis.call('GET', watch)
+  return watching == owner or watching == BUSY .. owner
+end
+
 -- Another worker should look: this one has no room, or is gone.
 local function stand_down(owner)
   redis.call('DEL', claims_of .. owner .. ':room') -- see prefix.lua
