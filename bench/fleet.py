@@ -131,7 +131,7 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
 
 def _shares(demands: list[Demand], got: Mapping[str, float], asked: Mapping[str, float]) -> dict[str, Any]:
     wanted = entitled(asked, {each.name: each.weight for each in demands}, sum(got.values()))
-    shares = [got[each.name] / wanted[each.name] for each in demands]
+    shares = [got[each.name] / wanted[each.name] for each in demands if wanted[each.name] > 0]
     index = jain(shares)
     say(f"Jain's index {index:.4f}; of what a run should get: {min(shares):.3f} to {max(shares):.3f}")
     return {"jain": index, "lowest": min(shares), "highest": max(shares)}

@@ -149,6 +149,9 @@ class DecodeWorker:
     async def accept(self, claim: Claim) -> None:
         """Render the prompt and start as many sequences as the engine takes."""
         job = claim.job
+        if self._turn is not None and self._turn.is_barred(alone=claim.alone):
+            await self.leases.give_back(claim, _TOO_EARLY_S)
+            return
         if job is None:
             await self._calls.accept(claim)
             return

@@ -261,6 +261,14 @@ class Turn:
         """Jobs that this process holds of other runs."""
         return self.turns.others(self.name)
 
+    def is_barred(self, *, alone: bool) -> bool:
+        """Whether a claimed job can't start: it or what runs is a suspect, and they would run side by side.
+
+        An answer that came late may bring such a job: nothing is reserved for it any more.
+        """
+        apart = self.turns.share.apart
+        return (apart is not None and apart != self.name) or (alone and self.others() > 0)
+
     def asks(self, count: int) -> None:
         """It claims up to so many sequences now."""
         self.turns.asks(self.name, count)
