@@ -43,12 +43,13 @@ _WEIGHTS = (1.0, 2.0, 4.0)
 _LENGTHS = (8, 16, 32, 64)  # new tokens of a run's sequences
 _GROUPS = (1, 2, 4)  # sequences of its jobs
 _LOOK_S, _AHEAD = 0.25, 8192  # tokens in the queue of a run that always has jobs, for each worker
+_LEAST_TOKENS, _LONGEST = 1000, 4  # of each run in the mean: jobs are up to 256; and times `seconds` for them
 _PROMPT = "What is 2 + 2?"
 _AIM, _COST = 0.95, 0.9
 
 
 class Plan(BenchPlan, frozen=True, kw_only=True):
-    """`seconds` of each round are measured, after as many that warm up."""
+    """`seconds` of each round are measured, or more on a slow machine, after as many that warm up."""
 
     runs: int = 20
     workers: int = 1
@@ -198,6 +199,11 @@ async def _flow(
             time.monotonic(),
         )
         await asyncio.sleep(plan.seconds)
+        least, until = _LEAST_TOKENS * len(demands), at + _LONGEST * plan.seconds
+        while sum((await _all_tokens(broker, demands)).values()) - sum(before.values()) < least:
+            if time.monotonic() > until:
+                break
+            await asyncio.sleep(_LOOK_S)
         after, seconds = await _all_tokens(broker, demands), time.monotonic() - at
         fleet.check()
     got = {name: after[name] - before[name] for name in after}
