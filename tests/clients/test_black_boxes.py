@@ -10,10 +10,10 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer
 
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.wire.keys import Keys
@@ -122,6 +122,40 @@ async def test_an_agent_with_a_base_url(
     ]
     assert sampled == expected * finished["num_turns"], "every turn's tokens, once"
     assert {result.reward for result in results} == {1.0}
+
+
+class Calling(NamedTuple):
+    """A model that says one call to whatever it is asked."""
+
+    source: Path
+    backend: HfBackend
+    token_ids: list[int]  # of the call, with the end of sequence
+
+
+@pytest.fixture
+def calling(tmp_path: Path) -> Iterator[Calling]:
+    tokenizer: Any = build_tokenizer()
+    call = ['<tool_call>\n{"name": "final_answer", "arguments": {', '"answer": "', SAID, '"}', "}\n</tool_call>"]
+    tokenizer.add_tokens([AddedToken(part, normalized=False) for part in call])
+    tokens = [*tokenizer.convert_tokens_to_ids(call), tokenizer.eos_token_id]
+    chain = ([*tokenizer.encode("\n"), *tokens[:-1]], tokens[-1:])
+    source = save_loop_model(tmp_path / "model", context=65_536, chains=[chain], tokenizer=tokenizer).directory
+    with started(source, max_batch=4) as backend:
+        yield Calling(source, backend, tokens)
+
+
+async def test_an_agent_whose_every_answer_is_a_call(
+    calling: Calling, broker_config: BrokerConfig, keys: Keys, run_dir: Path, client: Any, tmp_path: Path
+) -> None:
+    """smolagents' ToolCallingAgent asks for `tool_choice: "required"`; what ends it is a call too."""
+    async with serving(agents_config(broker_config, keys, run_dir, calling.source), calling.backend) as gateway:
+        arguments, _ = await asyncio.to_thread(smolagents, f"{gateway.url}/rollouts/calls", tmp_path, "calls")
+        answer = await said(arguments, {**os.environ, "HOME": str(tmp_path)}, tmp_path)
+        await gateway.finish("calls", reward=1.0)
+    assert json.loads(answer.splitlines()[-1]) == {"answer": SAID}
+    [result] = await published(client, keys)
+    assert list(result.token_ids) == calling.token_ids
+    assert [one.sampling.grammar is not None for one in result.reshaped] == [True], "marked: the form was asked for"
 
 
 async def test_an_evaluation_by_completions(config: Config, backend: HfBackend, source: Path, tmp_path: Path) -> None:
