@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,15 @@ class Conversation:
     prompt: str
     calls: Sequence[Step]
     answer: str
+    system: str = ""
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The whole conversation, as the gateway's caller ends with it."""
-        return demonstrations.conversation([{"role": "user", "content": self.prompt}], self.calls, self.answer)
+        asked = [
+            {"role": role, "content": text} for role, text in (("system", self.system), ("user", self.prompt)) if text
+        ]
+        return demonstrations.conversation(asked, self.calls, self.answer)
 
 
 def _worked(numbers: tuple[int, ...], operations: str, first: int = 0) -> Conversation:
@@ -63,25 +68,30 @@ _SETTINGS = WarmStartSettings(
 )
 
 
-def _examples(count: int, seed: int, codec: Any) -> Any:
-    examples: list[Example] = [demonstrations.encode(codec, one.messages) for one in CONVERSATIONS]
-    return itertools.islice(itertools.cycle(examples), count)
+def tool_model(directory: Path, conversations: Sequence[Conversation] = CONVERSATIONS, **settings: Any) -> Path:
+    """The model's directory, below `directory`; give the same one again (a session's) to train only once.
 
+    `settings` are of WarmStartSettings: a lower `stop_loss` for a model that is sampled from.
+    """
 
-_RECIPE = Recipe(
-    name="tool-model",
-    sources=[demonstrations, tokenizer],
-    tokenizer=tokenizer.build_tokenizer,
-    network=build_model,
-    pairs=_examples,
-)
+    def examples(count: int, seed: int, codec: Any) -> Any:
+        encoded: list[Example] = [demonstrations.encode(codec, one.messages) for one in conversations]
+        return itertools.islice(itertools.cycle(encoded), count)
 
+    def codec() -> Any:
+        made = tokenizer.build_tokenizer()
+        made.model_max_length = used.model.max_positions
+        return made
 
-def tool_model(directory: Path) -> Path:
-    """The model's directory, below `directory`; give the same one again (a session's) to train only once."""
+    used = replace(_SETTINGS, batch_size=len(conversations), **settings)
+    name = "".join(one.system + one.prompt for one in conversations)
+    recipe = Recipe(
+        name=f"tools-{sha256(name.encode()).hexdigest()[:8]}", sources=[demonstrations, tokenizer], tokenizer=codec,
+        network=build_model, pairs=examples,
+    )  # fmt: skip
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several threads wait for each other where other processes have the cores
     try:
-        return _RECIPE.ensure(directory, _SETTINGS)
+        return recipe.ensure(directory, used)
     finally:
         torch.set_num_threads(threads)

@@ -46,7 +46,8 @@ class Retries:
 
     first_s: float = 0.2
     most_s: float = 5.0
-    patience_s: float = 60.0  # of consecutive failures; longer than a trainer takes to restart
+    # Of consecutive failures. Longer than several restarts: one that is killed again as it comes up misses every try.
+    patience_s: float = 240.0
     ending_s: float = 5.0  # for reporting a rollout's end after its deadline
 
 
