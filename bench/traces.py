@@ -6,9 +6,9 @@ records of sequences ─▶ Waterfall, step_spans ─▶ Tracing ─▶ OTLP ─
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -54,10 +54,11 @@ async def measure_spans(fleet: Fleet, count: int) -> dict[str, float]:
     sizes = {"endpoint": f"http://127.0.0.1:{found.port}", "max_queue": 32 * count}
     config = TracingConfig(enabled=True, **sizes)
     warm = Tracing(config, _RUN)  # imports
-    _send(warm, 0, _STEP)
+    _send(warm, [_records(number) for number in range(_STEP)])
     warm.close()
+    records = [_records(number) for number in range(_STEP, _STEP + count)]  # which their owners have anyway
     tracing, cpu_s = Tracing(config, _RUN), time.process_time()
-    _send(tracing, _STEP, _STEP + count)
+    _send(tracing, records)
     tracing.close()
     cpu_s = time.process_time() - cpu_s
     if tracing.dropped:
@@ -65,23 +66,38 @@ async def measure_spans(fleet: Fleet, count: int) -> dict[str, float]:
     return {"spans_per_sequence": tracing.sent / count, "span_cpu_us": 1e6 * cpu_s / tracing.sent}
 
 
-def _send(tracing: Tracing, first: int, end: int) -> None:
-    for step, start in enumerate(range(first, end, _STEP)):
-        samples: list[TrainingSample] = []
+def _send(tracing: Tracing, records: Sequence[Records]) -> None:
+    """As a consumer and a trainer make them of what they read."""
+    for step, start in enumerate(range(0, len(records), _STEP)):
         links: list[Any] = []
-        for spans, sample in _sequences(start, min(end, start + _STEP)):
+        batch = records[start : start + _STEP]
+        ref = batch_ref(_RUN, str(step))
+        for one in batch:
+            spans, now = Waterfall(one.job_id, one.result.trace, parse_log(one.log), model=_MODEL), one.at
+            spans.decoded(one.result, now + 0.6)
+            spans.consumed(one.result.seq_id, now + 0.6, now + 0.7, "consumer", reward_s=0.01, reward=1.0)
+            spans.handed(now + 0.7, now + 0.8, "consumer", ref)
+            spans.whole(now, now + 0.8)
             tracing.send(spans.spans)
             links += spans.answers
-            samples.append(sample)
         now, values = time.time(), {"train/step_s": 0.2, "train/score_s": 0.1}
-        ref = batch_ref(_RUN, str(start))
         tracing.send([Span(stage="batch", ref=ref, start=now, end=now, links=links, role="consumer", process="c")])
+        samples = [one.sample for one in batch]
         handed = {sample.seq_id: now for sample in samples}
         tracing.send(step_spans(_RUN, step, step, samples, values, handed, "trainer", now))
 
 
-def _sequences(first: int, end: int) -> Iterator[tuple[Waterfall, TrainingSample]]:
-    """As a consumer makes them of what it reads."""
+class Records(NamedTuple):
+    """What is known of a sequence anyway; `at`: when it was enqueued, Unix seconds."""
+
+    job_id: str
+    at: float
+    log: bytes
+    result: SequenceResult
+    sample: TrainingSample
+
+
+def _records(number: int) -> Records:
     ids, now = TokenArray(range(_TOKENS)), time.time()
     zeros = FloatArray([0.0] * _TOKENS)
     log = b"".join(
@@ -89,20 +105,14 @@ def _sequences(first: int, end: int) -> Iterator[tuple[Waterfall, TrainingSample
         for ms, kind, attempt, detail in ((0, b"e", 0, b""), (100, b"c", 1, b""), (600, b"x", 1, b"committed"))
     )
     timings = {"enqueued_at": now, "queue_s": 0.15, "first_token_s": 0.05, "decode_s": 0.4, "finished_at": now + 0.55}
-    for number in range(first, end):
-        job_id = f"{{{_RUN}}}:{number:024x}"
-        result = SequenceResult(
-            seq_id=f"{job_id}:0", group_id=job_id, group_size=1, index=0, worker="worker-0", backend="hf",
-            prompt_token_ids=ids, token_ids=ids, logprobs=zeros, versions=Runs(((3, _TOKENS),)), finish_reason="stop",
-            timings=timings, trace=root_of(job_id).carrier(), sampling=SamplingParams(max_new_tokens=128),
-        )  # fmt: skip
-        sample = TrainingSample(
-            seq_id=result.seq_id, group_id=job_id, task="t", token_ids=ids, labels=ids, weights=zeros,
-            segments=Runs(((0, _TOKENS),)), prompt_len=0, trace=result.trace,
-        )  # fmt: skip
-        spans = Waterfall(job_id, result.trace, parse_log(log), model=_MODEL)
-        spans.decoded(result, now + 0.6)
-        spans.consumed(result.seq_id, now + 0.6, now + 0.7, "consumer", reward_s=0.01, reward=1.0)
-        spans.handed(now + 0.7, now + 0.8, "consumer", batch_ref(_RUN, str(number // _STEP)))
-        spans.whole(now, now + 0.8)
-        yield spans, sample
+    job_id = f"{{{_RUN}}}:{number:024x}"
+    result = SequenceResult(
+        seq_id=f"{job_id}:0", group_id=job_id, group_size=1, index=0, worker="worker-0", backend="hf",
+        prompt_token_ids=ids, token_ids=ids, logprobs=zeros, versions=Runs(((3, _TOKENS),)), finish_reason="stop",
+        timings=timings, trace=root_of(job_id).carrier(), sampling=SamplingParams(max_new_tokens=128),
+    )  # fmt: skip
+    sample = TrainingSample(
+        seq_id=result.seq_id, group_id=job_id, task="t", token_ids=ids, labels=ids, weights=zeros,
+        segments=Runs(((0, _TOKENS),)), prompt_len=0, trace=result.trace,
+    )  # fmt: skip
+    return Records(job_id, now, log, result, sample)

@@ -134,11 +134,21 @@ class _Maker:
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+        class HashedOnce(Resource):
+            """The exporter asks each span's resource for its hash, which is that of a JSON text."""
+
+            def __init__(self, attributes: dict[str, str]) -> None:
+                super().__init__(attributes)
+                self._hash = super().__hash__()
+
+            def __hash__(self) -> int:
+                return self._hash
+
         self._run, self._resources = run, dict[tuple[str, str], Any]()
-        self._resource, self._span, self._link = Resource, ReadableSpan, Link
+        self._resource, self._span, self._link = HashedOnce, ReadableSpan, Link
         self._context, self._flags = SpanContext, TraceFlags(TraceFlags.SAMPLED)
         self._kinds = {kind.name.lower(): kind for kind in SpanKind}
-        self._ok, self._status, self._error = Status(StatusCode.UNSET), Status, StatusCode.ERROR
+        self._status, self._error = Status, StatusCode.ERROR
         self._scope = InstrumentationScope("sluice", __version__)
 
     def __call__(self, span: Span) -> Any:
@@ -151,7 +161,7 @@ class _Maker:
             attributes=span.attributes,
             links=[self._link(self._of(ref, is_remote=True)) for ref in span.links],
             kind=self._kinds[span.kind],
-            status=self._status(self._error, span.error) if span.error else self._ok,
+            status=self._status(self._error, span.error) if span.error else None,  # unset
             start_time=int(span.start * 1e9),
             end_time=int(span.end * 1e9),
             instrumentation_scope=self._scope,
