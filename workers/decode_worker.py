@@ -127,6 +127,11 @@ class DecodeWorker:
                 await asyncio.wait([self._loading])
             await self._calls.close()
 
+    def _claimed(self, got: Claimed) -> None:
+        self._weights.saw(got.latest)
+        if got.claims:
+            self._role.start.ended("claim")
+
     def room(self) -> int:
         """Number of sequences worth claiming."""
         room = self._own_room()
@@ -220,6 +225,7 @@ class DecodeWorker:
                 return
             await self._settled()
         await self._weights.prove()
+        self._role.start.ended("weights")
 
     async def _settled(self) -> None:
         """Wait for a load under way. Raises TornWeights."""
@@ -363,6 +369,16 @@ class DecodeWorker:
         took = {"sluice_queue_seconds": times["queue_s"], "sluice_decode_seconds": times["decode_s"]}
         self._role.telemetry.observe(result.trace, **took)
         self.leases.committer.put(Finished(claim, result))
+        self._say_started(output.first_token_at)
+
+    def _say_started(self, first_token_at: float | None) -> None:
+        """With the first sequence that ends: how long this process took to its first token."""
+        start = self._role.start
+        if "first_token" in start.parts or not first_token_at:
+            return
+        start.ended("first_token", first_token_at)
+        self._role.status.fact(start_s=start.parts)
+        get_logger().info("started", seconds=round(sum(start.parts.values()), 2), **start.parts)
 
     def _store(self, claim: Claim, index: int, progress: Progress) -> None:
         """Called from the decode thread."""

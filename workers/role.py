@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
-from importlib import import_module
 
 import msgspec
 
@@ -16,7 +15,7 @@ from sluice.pipeline.images.writer import images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import Claim
 from sluice.pipeline.run.gpu import use_free_gpu
-from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.pipeline.run.role import Role, default_name, import_in_thread, role_process
 from sluice.pipeline.wire.messages import DecodeJob, SequenceResult
 from sluice.pipeline.wire.waits import WaitKind
 from sluice.workers.engine.contracts import EngineFacts
@@ -40,13 +39,14 @@ async def work(config: Config, stop: asyncio.Event | None = None) -> None:
 
 async def serve(role: Role) -> None:
     """Load the engine and serve the queue."""
-    # torch takes seconds to import, or far more on a busy machine: the loop sends heartbeats meanwhile.
-    await asyncio.to_thread(import_module, "sluice.workers.engine.backends")
+    engines = (role.config.worker.backend, role.config.worker.fallback_backend)
+    await import_in_thread(*(f"sluice.workers.engine.{name}" for name in engines if name))
     from sluice.workers.adapters import load_adapters, room_of
     from sluice.workers.decode_worker import DecodeWorker
     from sluice.workers.engine.backends import make_backend
     from sluice.workers.job_prompts import JobPrompts
 
+    role.start.ended("import")
     config = role.config
     guard = config.rollout_matching.repeat_terminate
     _warn_of_a_late_guard(config)
@@ -64,12 +64,14 @@ async def serve(role: Role) -> None:
         keep_cache=config.weights.keep_cache,
     )
     await backend.start()
+    role.start.ended("load")
     try:
         get_logger().info("engine ready", **_facts(backend.facts))
         await load_adapters(config, backend)
         prompts = await asyncio.to_thread(
             partial(JobPrompts, config.model, images_of_run(config), timeout_s=config.worker.stall_timeout_s)
         )
+        role.start.ended("prompts")
         role.status.waiting(None)
         try:
             await DecodeWorker(role, backend, prompts).run()

@@ -29,6 +29,7 @@ from sluice.pipeline.wire.messages import WeightVersion, decode
 router = APIRouter()
 _IN_COLUMNS = {
     "owner", "engine", "repeat_terminate", "version", "running", "tokens", "memory_bytes", "cpu_ms", "url", "metrics",
+    "start_s",
 }  # fmt: skip
 _CLASSES = {"working": "calm", "waiting": "", "failed": "bad", "silent": "bad", "ended": "", "died": "bad"}
 _LIVE = ("working", "waiting")

@@ -14,6 +14,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Hashable, Sized
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import msgspec
 from PIL import Image
@@ -22,8 +23,10 @@ from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.decoders import Decoders
 from sluice.pipeline.images.paths import Found, Roots, SourceUnavailable
-from sluice.pipeline.images.urls import UrlFetcher
 from sluice.pipeline.wire.messages import ImageRef
+
+if TYPE_CHECKING:
+    from sluice.pipeline.images.urls import UrlFetcher
 
 FETCHES = 16
 
@@ -129,7 +132,10 @@ class ImageSource:
 
     def __init__(self, config: ImagesConfig) -> None:
         self._roots = Roots(config.roots, may_lack=config.store)
-        self._urls = UrlFetcher(config)
+        self._config = config
+        self._urls: UrlFetcher | None = None
+        if config.hosts:
+            self._fetcher()  # what is wrong with them is said at once
         self._max_bytes = int(config.max_mb * 2**20)
 
     async def read(self, ref: ImageRef) -> bytes:
@@ -149,14 +155,23 @@ class ImageSource:
         if found is not None:
             return await asyncio.to_thread(self._roots.read, found, self._max_bytes, where)
         try:
-            return await self._urls.fetch(str(ref.url), where)
+            return await self._fetcher().fetch(str(ref.url), where)
         except RequestError as error:
             if refusal is None:
                 raise
             raise neither(error, refusal, where) from error
 
     async def close(self) -> None:
-        await self._urls.close()
+        if self._urls is not None:
+            await self._urls.close()
+
+    def _fetcher(self) -> UrlFetcher:
+        """Its HTTP client takes 0.1 s to import, which a process without URLs needn't wait for."""
+        if self._urls is None:
+            from sluice.pipeline.images.urls import UrlFetcher
+
+            self._urls = UrlFetcher(self._config)
+        return self._urls
 
 
 def normal_ref(ref: ImageRef) -> ImageRef:

@@ -42,6 +42,8 @@ _NUMBERS = frozenset((
     "handed", "pending", "open_groups", "rollouts", "requests", "answered", "failed", "llm_calls", "scored",
     "weight_fallbacks",
 ))  # fmt: skip
+HIDDEN_FACTS = frozenset(("owner", "metrics", "memory_bytes", "cpu_ms", "start_s"))
+"""For other processes, or for the dashboard."""
 _WORDS_OF = frozenset(("owner", "engine", "repeat_terminate", "metrics", "url"))
 # A script that first frees memory may still write when the broker is full: a row replaces itself.
 _PUT = """

@@ -26,6 +26,7 @@ from sluice.pipeline.status.descriptions import (
     waits,
 )
 from sluice.pipeline.status.diagnosis import Why
+from sluice.pipeline.status.heartbeat import HIDDEN_FACTS
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.run_end import run_directory
 from sluice.pipeline.status.snapshot import Lag, Lease, Process, Snapshot, Stall
@@ -35,7 +36,6 @@ from sluice.pipeline.wire.keys import Keys
 
 _WIDTH = 100
 _LEASES = 8  # lines
-_HIDDEN = {"owner", "metrics", "memory_bytes", "cpu_ms"}  # facts for other processes, or for the dashboard
 
 
 def look(config: Config) -> Snapshot:
@@ -161,7 +161,7 @@ def _process(row: Process) -> list[str]:
         state = f"NO HEARTBEAT for {length(row.age_s)}"
     else:
         state = "working" if row.wait is None else doing(row)
-    facts = ", ".join(f"{key} {value}" for key, value in row.facts.items() if key not in _HIDDEN)
+    facts = ", ".join(f"{key} {value}" for key, value in row.facts.items() if key not in HIDDEN_FACTS)
     return [row.name, f"{row.host} {row.pid}", facts or "-", state]
 
 

@@ -16,6 +16,7 @@ from sluice.pipeline.config import Config
 from sluice.pipeline.errors import BrokerError, DataError
 from sluice.pipeline.roles import colour, position
 from sluice.pipeline.status.descriptions import condition, doing, stage_text, stall_text, stepped, verdict_text
+from sluice.pipeline.status.heartbeat import HIDDEN_FACTS
 from sluice.pipeline.status.snapshot import CreditUse, Process, Snapshot
 from sluice.pipeline.status.stages import Stage, StageState, is_optional, stages
 from sluice.pipeline.status.text import length
@@ -28,7 +29,6 @@ _STYLE: dict[StageState, str] = {
 _BARS = " ▁▂▃▄▅▆▇█"
 _SPARK = 16
 _HEAD_CHARS = 140  # two lines; the page `why` has the full text
-_HIDDEN = {"owner", "metrics", "memory_bytes", "cpu_ms"}
 
 
 def head(view: View) -> RenderableType:
@@ -74,7 +74,7 @@ def process_rows(view: View) -> RenderableType:
     table = _table("process", "what it does, or waits for; what it counts")
     rows = view.now.processes if view.now else []
     for row in sorted(rows, key=lambda row: (position(row.role), row.name)):
-        facts = ", ".join(f"{key} {_short(value)}" for key, value in row.facts.items() if key not in _HIDDEN)
+        facts = ", ".join(f"{key} {_short(value)}" for key, value in row.facts.items() if key not in HIDDEN_FACTS)
         table.add_row(
             _text(row.name, colour(row.role)), Text.assemble(_doing(row), _text(f"\n{facts}" if facts else "", "dim"))
         )

@@ -32,7 +32,6 @@ from sluice.workers.engine.contracts import (
     WeightsProbe,
 )
 from sluice.workers.engine.guard_proof import prove_guard
-from sluice.workers.engine.hf import HfBackend
 
 BACKENDS = get_args(BackendName)
 
@@ -57,6 +56,8 @@ def make_backend(
         torch.set_num_threads(worker.torch_threads)
 
     def hf() -> Backend:
+        from sluice.workers.engine.hf import HfBackend
+
         return HfBackend(
             model,
             max_batch=worker.max_batch,

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
@@ -123,7 +129,7 @@ def _facts(config: ModelConfig, module: Any, tokenizer: Any, *, supports_vlm: bo
 def _has_vision(config: ModelConfig) -> bool:
     """Whether the model of this directory sees images. Raises ModelError."""
     try:
-        found: Any = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        found: Any = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelError(f"{config.path}: config.json cannot be used: {error}") from error
     return has_vision(config, found)
@@ -152,7 +158,7 @@ def _load_module(config: ModelConfig, dtype: torch.dtype, has_vision: bool) -> A
         raise ModelError("model.device_map needs the package accelerate; install it, or remove device_map")
     register_attention()
     transformers_logging.disable_progress_bar()
-    kind = transformers.AutoModelForImageTextToText if has_vision else transformers.AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
     try:
         loaded: Any = kind.from_pretrained(
             config.path,
