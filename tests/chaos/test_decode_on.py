@@ -12,7 +12,7 @@ import pytest
 
 from sluice.pipeline.config.types import WorkerConfig
 from sluice.pipeline.queue import seed_for
-from sluice.pipeline.wire.messages import SequenceResult, decode
+from sluice.pipeline.wire.messages import SequenceResult
 from sluice.workers.engine.backends import make_backend
 from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
 from tests.e2e.fixtures import MakeStack, text_rows
@@ -35,7 +35,7 @@ def test_stored_progress_of_a_killed_worker_is_decoded_on(make_stack: MakeStack,
     killed.kill()
     stack.start("worker")
     stack.wait(lambda now: now.committed == JOBS, "the other worker's results")
-    found = results(stack)
+    found = stack.results()
     assert len(found) == JOBS
     resumed = [result for result in found if result.resumed_tokens]
     assert resumed, f"nothing was decoded on: {[result.resumed_tokens for result in found]}"
@@ -64,14 +64,6 @@ def some_are_stored(stack: Stack) -> bool:
     with stack.client() as client:
         raw: Any = client
         return any(raw.scan_iter(f"{stack.keys.progress}*", count=1000))
-
-
-def results(stack: Stack) -> list[SequenceResult]:
-    """What lies in the stream; nobody consumes it."""
-    with stack.client() as client:
-        raw: Any = client
-        entries = raw.xrange(f"{stack.keys.results}0")
-    return [decode(SequenceResult, fields[b"r"]) for _, fields in entries if b"r" in fields]
 
 
 def uninterrupted(stack: Stack, found: list[SequenceResult]) -> list[SequenceOutput]:

@@ -24,6 +24,7 @@ from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.queue import job_id_for, rollout_group_for
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import SequenceResult, decode
 from tests.e2e.processes import BIN, DEADLINE_S, Process, end_all, environment, launch, marked
 
 Row = dict[str, Any]
@@ -145,6 +146,13 @@ class Stack:
             ids = [job_id.decode() for job_id in raw.zrange(self.keys.jobs, 0, -1)]
             states = {job_id: raw.hmget(self.keys.job_state + job_id, "owner", "worker") for job_id in ids}
         return {job_id: worker.decode() for job_id, (owner, worker) in states.items() if owner}
+
+    def results(self) -> list[SequenceResult]:
+        """What lies in the first partition's stream, where nobody consumes it."""
+        with self.client() as client:
+            raw: Any = client
+            entries = raw.xrange(f"{self.keys.results}0")
+        return [decode(SequenceResult, fields[b"r"]) for _, fields in entries if b"r" in fields]
 
     def digests(self) -> dict[int, str]:
         """Registered version → digest; the registry keeps every digest for ever."""
