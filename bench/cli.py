@@ -323,6 +323,55 @@ def weights(
     _run("weights.measure", locals())
 
 
+@app.command
+def elastic(
+    *,
+    json: AsJson = False,
+    workers: Annotated[int, Parameter(help="Decode workers.")] = 2,
+    rounds: Rounds = None,
+    life_s: Annotated[float | None, Parameter(help="Seconds after which each worker is replaced; 60.")] = None,
+    window_s: Annotated[float | None, Parameter(help="Seconds of a window; 120.")] = None,
+    vllm: Vllm = True,
+    quick: Quick = False,
+) -> None:
+    """Workers that are replaced all the time: the rate that is left, what is decoded again, and how long one starts.
+
+    Windows in turns, with the workers left alone and with each replaced every --life-s seconds: the new one starts
+    first, then the oldest gets SIGTERM, or in one of three cases SIGKILL. A queue that never empties, and each job has
+    to arrive once. The start of a worker is reported in parts, beside the others and alone. --rounds (2) counts pairs
+    of windows. About 10 minutes.
+
+    Example: `sluice bench elastic --no-vllm --json`
+    """
+    _run("elastic", locals())
+
+
+@app.command(name="all")
+def every(
+    *,
+    json: AsJson = False,
+    only: Annotated[tuple[str, ...], Parameter(help="Benchmarks; may be repeated. All by default.")] = (),
+    rounds: Annotated[int, Parameter(help="How often each is run; 1 shows no spread of its own.")] = 3,
+    compare: Annotated[Path | None, Parameter(help="A stored run: the file of an earlier `bench all --json`.")] = None,
+    any_machine: Annotated[bool, Parameter(negative="", help="Compare with another machine's run too.")] = False,
+) -> int:
+    """Every benchmark at a small size, and what moved beyond its spread against a stored run of this machine.
+
+    A guard, not a measurement: sizes are small. `value` is the median of the rounds, `spread` the distance of the
+    farthest one, or a share of the value if that is more; a figure moved if the two ranges don't meet. A benchmark that
+    fails is named, and the others still run. Exits with 1 if a figure moved or a benchmark failed. About half an hour a
+    round on two cores.
+
+    Example: `sluice bench all --json --compare base.json`
+    """
+    from sluice.bench import regression
+    from sluice.bench.harness import finish
+
+    found = regression.measure(only, rounds, compare, any_machine=any_machine)
+    finish(found, as_json=json)
+    return int(bool(found["moved"] or found["failed"]))
+
+
 def _run(bench: str, options: dict[str, Any]) -> None:
     """Measure what these options plan; a benchmark is imported when it runs."""
     from sluice.bench.harness import finish, run

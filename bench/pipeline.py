@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from sluice.bench.broker import Broker, enqueue, new_job, own_broker
 from sluice.bench.engines import loaded
@@ -225,10 +225,11 @@ async def serve_bare(parent: Parent, settings: list[str], worker: int, workers: 
 
 
 class Arrival(NamedTuple):
-    """One result as it came in; `at` is Unix seconds."""
+    """One result as it came in; `at` is Unix seconds, `log` its job's, if it ended with it."""
 
     at: float
     raw: bytes
+    log: bytes = b""
 
     def result(self) -> SequenceResult:
         return decode(SequenceResult, self.raw)
@@ -277,15 +278,22 @@ class QueuedEngines:
         return int((await self._broker.client.info("stats"))["total_net_input_bytes"])
 
 
+class Watched(Protocol):
+    """Processes whose work is waited for."""
+
+    def check(self) -> None:
+        """Raise SluiceError if one has ended."""
+
+
 class Sink:
     """The only reader of the run's one partition: reads results, acks and deletes them as a consumer does.
 
     Results are deserialised after the clock has stopped.
     """
 
-    def __init__(self, broker: Broker, fleet: Fleet) -> None:
-        self._client, self._fleet = broker.client, fleet
-        self._reader = result_reader(broker.client, Keys(RUN), 0, "sink")
+    def __init__(self, broker: Broker, watched: Watched, run: str = RUN) -> None:
+        self._client, self._watched = broker.client, watched
+        self._reader = result_reader(broker.client, Keys(run), 0, "sink")
 
     async def open(self) -> None:
         await self._reader.open()
@@ -295,17 +303,22 @@ class Sink:
         found: list[Arrival] = []
         last = time.monotonic()
         while len(found) < count:
-            entries = await self._reader.read(64, 500)
-            at = time.time()
-            if entries:
+            if arrivals := await self.take():
                 last = time.monotonic()
-                found += [Arrival(at, entry.fields[b"r"]) for entry in entries]
-                pipe = self._client.pipeline(transaction=False)
-                ids = [entry.entry_id for entry in entries]
-                pipe.xack(self._reader.stream, self._reader.group, *ids)
-                pipe.xdel(self._reader.stream, *ids)
-                await pipe.execute()
+                found += arrivals
             elif time.monotonic() - last > _IDLE_S:
                 raise DeadlineExceeded(f"no result for {_IDLE_S:.0f} s; {len(found)} of {count} arrived")
-            self._fleet.check()
         return found
+
+    async def take(self) -> list[Arrival]:
+        """What has arrived, or arrives soon; empty after half a second. Raises SluiceError if a process has ended."""
+        entries = await self._reader.read(64, 500)
+        at = time.time()
+        if entries:
+            pipe = self._client.pipeline(transaction=False)
+            ids = [entry.entry_id for entry in entries]
+            pipe.xack(self._reader.stream, self._reader.group, *ids)
+            pipe.xdel(self._reader.stream, *ids)
+            await pipe.execute()
+        self._watched.check()
+        return [Arrival(at, entry.fields[b"r"], entry.fields.get(b"l", b"")) for entry in entries]

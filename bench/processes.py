@@ -75,14 +75,18 @@ class Fleet:
 
     async def start(self, command: list[str], env: dict[str, str] | None = None, *, piped: bool = False) -> None:
         """Start one more; its log goes to `<kind>-<number>.log`, and its answers too unless piped."""
-        name = f"{self._kind}-{len(self.processes)}"
-        with self._log(len(self.processes)).open("ab") as log:
+        number = len(self.processes)
+        with self._log(number).open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *tethered(command), stdin=PIPE if piped else DEVNULL, stdout=PIPE if piped else log,
-                stderr=log, env={**os.environ, **(env or {}), "SLUICE_PROCESS_NAME": name},
+                stderr=log, env={**os.environ, **(env or {}), "SLUICE_PROCESS_NAME": self.name(number)},
                 process_group=0, limit=_LINE_LIMIT,
             )  # fmt: skip
         self.processes.append(process)
+
+    def name(self, number: int) -> str:
+        """Of a process, as its heartbeat says it."""
+        return f"{self._kind}-{number}"
 
     async def start_role(self, role: str, settings: Sequence[str], url: str, env: dict[str, str] | None = None) -> None:
         """Start `sluice ROLE` with `KEY=VALUE` settings, on the broker at `url`."""

@@ -23,9 +23,9 @@ from tests.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.pipeline.test_weights import model_dir
 
 ELSEWHERE = {  # decode, train or measure; tested where that is
-    "audit", "demo", "generate", "bench crash", "bench engine", "bench fleet", "bench guard", "bench images",
-    "bench operate", "bench pipeline", "bench proximal", "bench queue", "bench rollout", "bench scale", "bench train",
-    "bench weights", "export", "replay", "task try", "trace",
+    "audit", "demo", "generate", "bench all", "bench crash", "bench elastic", "bench engine", "bench fleet",
+    "bench guard", "bench images", "bench operate", "bench pipeline", "bench proximal", "bench queue", "bench rollout",
+    "bench scale", "bench train", "bench weights", "export", "replay", "task try", "trace",
 }  # fmt: skip
 PLENTY = Credit(max_in_flight=100, samples_per_version=100, max_staleness=1)
 
