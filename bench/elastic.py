@@ -7,9 +7,9 @@
 - Two windows in turns: in one every worker lives on, in the other each lives for `life_s`. One of three
   ends by SIGKILL, the others by SIGTERM, then SIGKILL after `grace_s`, as a pod does.
 - The feed keeps more jobs waiting than all workers take. At the end it stops, and what it enqueued has to arrive.
-- Tokens that a worker had sampled, and that another one samples again, aren't stored anywhere. They're estimated from
-  the job's log: how long the attempt ran, at the pace of the attempt that ended it, less what that one resumed from.
-  No more than `checkpoint_tokens` can be lost of a sequence.
+- Tokens that a worker had sampled, and that another one samples again, aren't stored anywhere. Of a sequence that goes on
+  from what was stored they are between none and `checkpoint_tokens`, so half of that at the mean; of one that starts
+  again, how long the attempt ran by the job's log, at the pace of the attempt that ended it, and no more than that key.
 - A worker reports the parts of its own start (`start_s` in its heartbeat). `alone`: nothing else runs.
 """
 
@@ -331,13 +331,15 @@ class Feed:
 def redone(result: SequenceResult, events: Sequence[JobEvent], gone: Mapping[str, Member]) -> Iterator[float]:
     """Tokens that an ended worker had sampled of it, and that were sampled again; one number for each such attempt."""
     claims = {event.attempt: event for event in events if event.kind == "claimed"}
-    decoded, seconds = len(result.token_ids) - result.resumed_tokens, result.timings["decode_s"]
+    tokens, seconds = len(result.token_ids), result.timings["decode_s"]
     for event in events:
         claim, member = claims.get(event.attempt), gone.get(event.worker)
         if claim is None or event.kind not in ("lost", "handed_back") or member is None or member.ending_at is None:
             continue
         if event.kind == "handed_back" and event.at < member.ending_at + _DRAIN_S / 2:
             continue  # it hadn't started
+        if result.resumed_tokens:
+            yield _CHECKPOINT / 2
+            continue
         ended = event.at if member.killed_at is None else min(event.at, member.killed_at)
-        ran = max(0.0, ended - claim.at) / seconds * decoded if seconds else 0.0
-        yield min(float(_CHECKPOINT), max(0.0, ran - result.resumed_tokens))
+        yield min(float(_CHECKPOINT), max(0.0, ended - claim.at) / seconds * tokens if seconds else 0.0)

@@ -40,12 +40,13 @@ def gone(ending: float, killed: float | None = None) -> dict[str, Member]:
     ("resumed", "killed_at", "expected"),
     [
         (0, 100.3, 30.0),  # 0.3 s at 100 tokens/s
-        (0, 102.0, 64.0),  # it had stored all but the last 64
-        (100, 102.0, 0.0),  # 0.5 tokens/ms now: 100 in 2 s, all of them stored
-        (64, 101.0, 4.0),
+        (0, 102.0, 64.0),  # more would have been stored
+        (64, 102.0, 32.0),  # stored, and half of the next piece at the mean
     ],
 )
-def test_a_killed_worker_loses_what_it_had_not_stored(resumed: int, killed_at: float, expected: float) -> None:
+def test_of_a_killed_worker_what_it_had_not_stored_is_sampled_again(
+    resumed: int, killed_at: float, expected: float
+) -> None:
     found = list(redone(result(resumed), events("lost", 116.0), gone(killed_at, killed_at)))
     assert found == [pytest.approx(expected)]
 
