@@ -7,9 +7,9 @@
 - Two windows in turns: in one every worker lives on, in the other each lives for `life_s`. One of three
   ends by SIGKILL, the others by SIGTERM, then SIGKILL after `grace_s`, as a pod does.
 - The feed keeps more jobs waiting than all workers take. At the end it stops, and what it enqueued has to arrive.
-- Tokens that a worker had sampled, and that another one samples again, aren't stored anywhere. Of a sequence that goes on
-  from what was stored they are between none and `checkpoint_tokens`, so half of that at the mean; of one that starts
-  again, how long the attempt ran by the job's log, at the pace of the attempt that ended it, and no more than that key.
+- Tokens that a worker had sampled, and that another one samples again, aren't stored anywhere. Of a sequence that goes
+  on from what was stored, they are between none and `checkpoint_tokens`: half of that at the mean. Of one that starts
+  again: how long the attempt ran by the job's log, at the pace of the attempt that ended it, and no more than that key.
 - A worker reports the parts of its own start (`start_s` in its heartbeat). `alone`: nothing else runs.
 """
 
