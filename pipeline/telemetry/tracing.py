@@ -149,6 +149,7 @@ class _Maker:
         self._context, self._flags = SpanContext, TraceFlags(TraceFlags.SAMPLED)
         self._kinds = {kind.name.lower(): kind for kind in SpanKind}
         self._status, self._error = Status, StatusCode.ERROR
+        self._unset: Any = None  # the same on the wire as Status(UNSET), which would be made anew for every span
         self._scope = InstrumentationScope("sluice", __version__)
 
     def __call__(self, span: Span) -> Any:
@@ -161,7 +162,7 @@ class _Maker:
             attributes=span.attributes,
             links=[self._link(self._of(ref, is_remote=True)) for ref in span.links],
             kind=self._kinds[span.kind],
-            status=self._status(self._error, span.error) if span.error else None,  # unset
+            status=self._status(self._error, span.error) if span.error else self._unset,
             start_time=int(span.start * 1e9),
             end_time=int(span.end * 1e9),
             instrumentation_scope=self._scope,
