@@ -318,7 +318,7 @@ async def import_in_thread(*modules: str) -> None:
     """Import what takes seconds, such as torch, while the loop sends heartbeats.
 
     The garbage collector is off meanwhile, and leaves alone what is there afterwards: half a million objects that stay.
-    Looking at them would take a fifth of the time of the import, and 0.3 s or more of every full collection later on.
+    Looking at them would take a fifth of the import's CPU time, and most of every full collection later on.
     """
     gc.disable()
     try:
