@@ -352,7 +352,8 @@ def every(
     json: AsJson = False,
     only: Annotated[tuple[str, ...], Parameter(help="Benchmarks; may be repeated. All by default.")] = (),
     rounds: Annotated[int, Parameter(help="How often each is run; 1 shows no spread of its own.")] = 3,
-    compare: Annotated[Path | None, Parameter(help="A stored run: the file of an earlier `bench all --json`.")] = None,
+    compare: Annotated[Path | None, Parameter(help="A stored run: the file of an earlier --out.")] = None,
+    out: Annotated[Path | None, Parameter(help="A file for the JSON object, which --compare takes.")] = None,
     any_machine: Annotated[bool, Parameter(negative="", help="Compare with another machine's run too.")] = False,
 ) -> int:
     """Every benchmark at a small size, and what moved beyond its spread against a stored run of this machine.
@@ -362,13 +363,16 @@ def every(
     fails is named, and the others still run. Exits with 1 if a figure moved or a benchmark failed. About half an hour a
     round on two cores.
 
-    Example: `sluice bench all --json --compare base.json`
+    Example: `sluice bench all --json --compare base.json --out tonight.json`
     """
     from sluice.bench import regression
     from sluice.bench.harness import finish
+    from sluice.pipeline.errors import ConfigError
 
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no directory {out.parent}")
     found = regression.measure(only, rounds, compare, any_machine=any_machine)
-    finish(found, as_json=json)
+    finish(found, as_json=json, out=out)
     return int(bool(found["moved"] or found["failed"]))
 
 

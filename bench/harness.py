@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import msgspec
 
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded
+from sluice.pipeline.files import write_atomic
 
 T = TypeVar("T")
 
@@ -206,10 +207,15 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def finish(result: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print the result: one line per value, or one JSON object; adds `schema_version` and the machine's load."""
+def finish(result: Mapping[str, Any], *, as_json: bool, out: Path | None = None) -> None:
+    """Print the result: one line per value, or one JSON object; adds `schema_version` and the machine's load.
+
+    `out`: also a file for the JSON object.
+    """
     machine = {"cpus": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
     full = {"schema_version": SCHEMA_VERSION, **_rounded(result), **machine}
+    if out is not None:
+        write_atomic(out, json.dumps(full, indent=1))
     if as_json:
         print(json.dumps(full), flush=True)
         return

@@ -192,10 +192,10 @@ def read_stored(path: Path) -> Stored:
         return msgspec.json.decode(path.read_bytes(), type=Stored)
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read: {error.strerror}; --compare takes a file of `bench all --json`"
+            f"{path}: cannot be read: {error.strerror}; --compare takes a file of `bench all --out`"
         ) from error
     except msgspec.DecodeError as error:
-        raise DataError(f"{path}: not what `sluice bench all --json` prints: {error}") from error
+        raise DataError(f"{path}: not what `sluice bench all --out` writes: {error}") from error
 
 
 def refuse_other_machine(base: Stored, here: Mapping[str, Any], name: str) -> None:

@@ -132,13 +132,16 @@ def test_one_that_fails_is_named_and_the_next_one_is_compared(tmp_path: Path) ->
     figures = {name: figure(1e-9, 0.0) for name in GUARDED["scale"].figures}
     base = stored(tmp_path / "base.json", {"scale": figures}, machine=facts())
     command = bench_command(
-        "all", "--json", "--only", "pipeline", "--only", "scale", "--rounds", "1", "--compare", base.name
-    )
+        "all", "--json", "--only", "pipeline", "--only", "scale", "--rounds", "1", "--compare", base.name,
+        "--out", "now.json",
+    )  # fmt: skip
     done = subprocess.run(
         command, cwd=tmp_path, env=bench_environment(), capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
+    assert found == json.loads((tmp_path / "now.json").read_text())
+    assert read_stored(tmp_path / "now.json").benches.keys() == {"scale"}
     assert found["failed"].keys() == {"pipeline"}
     assert "config.json" in found["failed"]["pipeline"]
     assert found["benches"]["scale"].keys() == figures.keys(), found["absent"]
