@@ -124,6 +124,7 @@ GUARDED: Mapping[str, Guarded] = {
             "history_bytes_per_sequence": BYTES, "index_bytes_per_sequence": BYTES,
         },
     ),
+    "fleet": Guarded(("--quick",), {"jain_aim.found": SHARE, "lowest_share": MORE, "rate_share": MORE}),
     "scale": Guarded(
         ("--count", "10000", "--workers", "20", "--idle-s", "5"),
         {

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +35,7 @@ from sluice.pipeline.run.role import Role, default_name, leave_within, role_proc
 from sluice.pipeline.telemetry.exporter import RunsTelemetry, metrics_server
 from sluice.pipeline.weights.versions import base_digest
 from sluice.pipeline.wire.waits import WaitKind
+from sluice.workers.engine import import_engines
 from sluice.workers.engine.adapters import OWN, AdapterRoom, run_policy
 from sluice.workers.engine.contracts import (
     Backend,
@@ -283,7 +283,7 @@ class FleetWorker:
 
     async def _start(self) -> RoutedBackend:
         """The engine, while the loops say what they wait for."""
-        await asyncio.to_thread(import_module, "sluice.workers.engine.backends")
+        await import_engines(self._fleet.worker)
         from sluice.workers.adapters import load_adapters
         from sluice.workers.engine.backends import make_backend
 

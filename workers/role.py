@@ -15,9 +15,10 @@ from sluice.pipeline.images.writer import images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import Claim
 from sluice.pipeline.run.gpu import use_free_gpu
-from sluice.pipeline.run.role import Role, default_name, import_in_thread, role_process
+from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.wire.messages import DecodeJob, SequenceResult
 from sluice.pipeline.wire.waits import WaitKind
+from sluice.workers.engine import import_engines
 from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.model_files import check_directory
 
@@ -39,8 +40,7 @@ async def work(config: Config, stop: asyncio.Event | None = None) -> None:
 
 async def serve(role: Role) -> None:
     """Load the engine and serve the queue."""
-    engines = (role.config.worker.backend, role.config.worker.fallback_backend)
-    await import_in_thread(*(f"sluice.workers.engine.{name}" for name in engines if name))
+    await import_engines(role.config.worker)
     from sluice.workers.adapters import load_adapters, room_of
     from sluice.workers.decode_worker import DecodeWorker
     from sluice.workers.engine.backends import make_backend

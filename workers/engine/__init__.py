@@ -20,7 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sluice.pipeline.config.types import VllmEngineOptions, VlmPreprocessOptions
+    from sluice.pipeline.config.types import VllmEngineOptions, VlmPreprocessOptions, WorkerConfig
     from sluice.workers.engine.generation_engine import GenerationEngine
     from sluice.workers.engine.plugins import GenerationPlugin
     from sluice.workers.engine.requests import (
@@ -54,6 +54,14 @@ __all__ = [
     "VlmGenerationRequest",
     "VlmPreprocessOptions",
 ]
+
+
+async def import_engines(worker: WorkerConfig) -> None:
+    """Those of this configuration, in a thread; no other is imported."""
+    from sluice.pipeline.run.role import import_in_thread
+
+    names = (worker.backend, worker.fallback_backend)
+    await import_in_thread(*(f"{__name__}.{name}" for name in names if name))
 
 
 def __getattr__(name: str) -> Any:
