@@ -127,11 +127,6 @@ class DecodeWorker:
                 await asyncio.wait([self._loading])
             await self._calls.close()
 
-    def _claimed(self, got: Claimed) -> None:
-        self._weights.saw(got.latest)
-        if got.claims:
-            self._role.start.ended("claim")
-
     def room(self) -> int:
         """Number of sequences worth claiming."""
         room = self._own_room()
@@ -249,6 +244,8 @@ class DecodeWorker:
 
     def _claimed(self, got: Claimed) -> None:
         self._weights.saw(got.latest)
+        if got.claims:
+            self._role.start.ended("claim")
         if self._turn is not None:
             self._has_more = got.more
             taken = sum(claim.job.n - len(claim.committed) for claim in got.claims if claim.job is not None)
