@@ -18,7 +18,8 @@
 - In a deterministic run a job accepts one version, which is loaded before it starts; nothing else is.
 - A job with a pinned version is decoded wholly under it: the worker loads it, if need be in place of a newer one, and
   keeps it until the last such job here has ended. What else it decodes meanwhile is sampled from that version too.
-- A running sequence's progress is stored every `checkpoint_tokens`; the next attempt starts from it.
+- A running sequence's progress is stored every `checkpoint_tokens`, and when it is handed back; the next attempt starts
+  from it.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ from sluice.workers.slots import HeldJob, Slots
 from sluice.workers.weights_watch import WeightsWatch
 
 _LOOK_FOR_IMAGES_S = 2.0  # between jobs of a worker that reaches no images
+_PARK_S = 2.0  # until the engine has ended its sequences
 _TOO_EARLY_S = 0.5  # delay of a job that needs newer weights than the loaded ones
 _SAY_EVERY_S = 10.0  # that images can't be reached
 
@@ -115,6 +117,7 @@ class DecodeWorker:
             is_busy=self._slots.full,
             beat=self._calls.beat,
             before_claim=self._update_weights,
+            before_hand_back=self._park,
             after_claim=self._claimed,
             each_turn=self._each_turn,
             turn=self._turn,
@@ -352,6 +355,8 @@ class DecodeWorker:
         except RequestError as error:
             await self._refuse(claim, error)
             return
+        if held.parked and output.finish_reason == "cancelled":
+            return  # its last piece of progress is on its way to the committer
         facts, name = self._backend.facts, self._role.name
         usual, cut = self._role.config.sampling, prompt.truncated
         if self._turn is not None:
@@ -382,10 +387,21 @@ class DecodeWorker:
         delta = delta_of(claim, index, progress)
         self.leases.store(Piece(claim, index, progress, delta))
 
+    async def _park(self) -> None:
+        """End the running sequences and store what they have, so that nothing of them is decoded again."""
+        parked = self._slots.park()
+        for held in parked:
+            for index in range(held.job.n):
+                self._backend.abort(f"{held.claim.job_id}:{index}")
+        if tasks := [task for held in parked for task in held.tasks]:
+            await asyncio.wait(tasks, timeout=_PARK_S)
+
     def _sequence_ended(self, held: HeldJob, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.leases.broke(error)  # its job stays held and is handed back with blame
             return
+        if held.parked:
+            return  # likewise, without
         if self._slots.end(held, task):
             self.leases.ended(held.claim)
         else:

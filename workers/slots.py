@@ -31,6 +31,7 @@ class HeldJob:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     started: bool = False
     given_back: bool = False  # it will come again; its sequences end without a result
+    parked: bool = False  # likewise, at the end of this worker: what its sequences have is stored
 
     @property
     def ready(self) -> bool:
@@ -108,6 +109,13 @@ class Slots:
             return False
         del self._jobs[held.claim.job_id]
         return True
+
+    def park(self) -> list[HeldJob]:
+        """Mark the jobs that have started; they stay until they are taken back."""
+        found = [held for held in self._jobs.values() if held.started]
+        for held in found:
+            held.parked = True
+        return found
 
     def take_back(self, *, started: bool) -> list[HeldJob]:
         """Remove the jobs that haven't started, or all of them; their tasks are cancelled."""

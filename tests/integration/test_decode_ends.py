@@ -97,6 +97,43 @@ async def test_progress_of_a_running_sequence_reaches_the_next_worker(
     )
 
 
+async def test_what_a_stopped_worker_has_of_a_sequence_is_stored_whole(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    """One sequence reports every third token and holds the engine; the other never reports while it runs."""
+    few = msgspec.structs.replace(config.worker, checkpoint_tokens=10_000)
+    streamed = decode_job(f"{keys.run}:a", sampling=LONG, reply_to="caller", stream_every=3)
+    jobs = [streamed, decode_job(f"{keys.run}:b", sampling=LONG)]
+    assert await JobQueue(client, keys).enqueue(jobs, PLENTY) == ["enqueued"] * 2
+    is_held = threading.Event()
+    async with working(msgspec.structs.replace(config, worker=few), backend) as worker:
+        store = worker._store
+
+        def hold(claim: Claim, index: int, progress: Progress) -> None:
+            """In the engine's thread: first until both run, then until the stop reaches the engine."""
+            store(claim, index, progress)
+            until = time.monotonic() + 20
+            while worker._slots.running < 2 and time.monotonic() < until:
+                time.sleep(0.001)
+            if progress.offset >= 6 and not is_held.is_set():
+                is_held.set()
+                while not backend._thread._aborted and time.monotonic() < until:
+                    time.sleep(0.001)
+
+        worker._store = hold  # type: ignore[method-assign]
+
+        async def held() -> bool:
+            return is_held.is_set()
+
+        await eventually(held, "both sequences to run")
+    claims = {claim.job_id: claim for claim in (await JobQueue(client, keys).claim(2, 30, 3)).claims}
+    assert len(claims[jobs[0].job_id].progress[0].token_ids) >= 9
+    rest = claims[jobs[1].job_id].progress[0]
+    assert rest.offset == 0
+    assert 0 < len(rest.token_ids) < LONG.max_new_tokens
+    assert not await results(client, keys), "neither was committed as an ended one"
+
+
 async def test_a_claim_says_how_long_the_job_may_take(client: Any, keys: Keys) -> None:
     queue = JobQueue(client, keys)
     await queue.enqueue(

@@ -141,6 +141,9 @@ class RunningSequence:
             self.sampled.score(token, logprob, version)
 
     def end(self, reason: DecodeEnding, detail: StopReason = None) -> None:
+        """One that is cancelled may go on elsewhere, so its last tokens are reported too."""
+        if reason == "cancelled" and len(self.tokens) > self._reported:
+            self._report()
         self.finish_reason = reason
         self.stop_reason = detail
 
