@@ -334,7 +334,7 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     renew_s: float = 5.0  # at most half of lease_s
     stall_timeout_s: float = 120.0  # an engine without progress for this long loses its jobs
     max_attempts: int = 3  # worker deaths over a job that ran alone before it becomes a dead letter
-    checkpoint_tokens: int = 256  # a running sequence is stored this often; 0 = never
+    checkpoint_tokens: int = 256  # a running sequence is stored this often, and when it is handed back; 0 = never
     prefix_cache_mb: int = 256  # hf: keys and values (MiB) of ended turns, for those that go on from them; 0 = none
     prefix_wait_s: float = (
         0.5  # a turn waits at most this long for the worker that has the turns before; 0 = it doesn't
