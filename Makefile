@@ -9,9 +9,10 @@ VLLM ?= cpu
 TEST_PROCS ?= 2
 TESTS ?=
 ARGS ?=
-# Of `make soak`: how many faults, and the seed of an earlier soak to repeat its plan (empty: a new one). MINUTES: stop
-# after so many; the next soak with that seed and number goes on there. BROKER: single, sentinel or cluster.
-FAULTS ?= 200
+# Of `make soak` and `make soak-door`: how many faults (empty: 200, 1000), and the seed of an earlier soak to repeat its
+# plan (empty: a new one). MINUTES: stop after so many; the next soak with that seed and number goes on there. BROKER, of
+# `make soak`: single, sentinel or cluster.
+FAULTS ?=
 SEED ?=
 MINUTES ?=
 BROKER ?=
@@ -31,7 +32,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYRIGHT_PYTHON_GLOBAL_NODE := off
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-late test-all test-redis8 test-clients test-gpu soak check format schema docs clean
+.PHONY: help setup demo test test-late test-all test-redis8 test-clients test-gpu soak soak-door check format schema docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -72,8 +73,12 @@ test-redis8: setup ## The queue's suites on redis-py 8; arq asks for less than 6
 
 # The mutants alone (minutes): make soak TESTS=tests/soak/test_fuzz.py
 soak: setup ## Random faults against real processes, mutants of all they read (FAULTS=200, SEED=n repeats one)
-	@SLUICE_SOAK_FAULTS=$(FAULTS) SLUICE_SOAK_MINUTES=$(MINUTES) SLUICE_SOAK_BROKER=$(BROKER) SLUICE_SOAK_PARTS=.soak.jsonl \
+	@SLUICE_SOAK_FAULTS=$(or $(FAULTS),200) SLUICE_SOAK_MINUTES=$(MINUTES) SLUICE_SOAK_BROKER=$(BROKER) SLUICE_SOAK_PARTS=.soak.jsonl \
 	SLUICE_CHAOS_SEED=$(SEED) SLUICE_FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -q -s -m soak $(or $(TESTS),tests/soak) $(ARGS)
+
+soak-door: setup ## Kills under agents of TRL, verifiers and openai at the gateways (FAULTS=1000, SEED=n, MINUTES=m for a part)
+	@SLUICE_SOAK_FAULTS=$(or $(FAULTS),1000) SLUICE_SOAK_MINUTES=$(MINUTES) SLUICE_SOAK_PARTS=.soak-door.jsonl \
+	SLUICE_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -q -s tests/clients/test_soak_door.py $(ARGS)
 
 check: setup ## Lint, format, types, import contracts, configs, house rules
 	@$(BIN)/ruff check .

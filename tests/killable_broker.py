@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import subprocess
@@ -20,6 +21,22 @@ def free_ports(count: int) -> list[int]:
     for probe in probes:
         probe.close()
     return ports
+
+
+def neighbouring_ports(count: int) -> list[int]:
+    """Free ports of loopback, one after the other; none that the kernel gives to outgoing connections."""
+    while True:
+        first = random.randrange(16_384, 32_768 - count)
+        probes = [socket.socket() for _ in range(count)]
+        try:
+            for place, probe in enumerate(probes):
+                probe.bind(("127.0.0.1", first + place))
+        except OSError:
+            continue  # one of them is in use
+        finally:
+            for probe in probes:
+                probe.close()
+        return list(range(first, first + count))
 
 
 class KillableBroker:

@@ -34,9 +34,9 @@ def start(stack: Stack, role: str) -> Process:
     return stack.sluice(role, "-c", str(stack.config_file), PYTHONPATH=str(ROOT))
 
 
-def audit(stack: Stack) -> dict[str, Any]:
+def audit(stack: Stack, deadline_s: float = 300) -> dict[str, Any]:
     command = [str(BIN / "sluice"), "audit", str(stack.run_dir), "--json"]
-    done = subprocess.run(command, env=environment(stack.mark), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment(stack.mark), capture_output=True, text=True, timeout=deadline_s)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 

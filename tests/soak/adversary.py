@@ -24,7 +24,7 @@ from tests.hosts.clocks import clock
 from tests.soak.battered_broker import BatteredBroker, ReplicatedBroker
 from tests.soak.leases import Leases, look
 from tests.soak.outsider import Outsider
-from tests.soak.plan import KINDS, Fault, Needs
+from tests.soak.plan import DOOR_KINDS, KINDS, Fault, Needs
 from tests.soak.roles import Roles
 from tests.soak.site import Site
 from tests.soak.witness import Witness, strike
@@ -74,7 +74,7 @@ class Adversary:
 
     def deliver(self, fault: Fault) -> str:
         """Returns what was hit, for the log."""
-        needs = KINDS[fault.kind].needs
+        needs = (KINDS | DOOR_KINDS)[fault.kind].needs
         if reason := self._lacks(needs):
             self.skipped.append(fault.kind)
             return f"skipped: {reason}"

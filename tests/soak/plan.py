@@ -1,7 +1,7 @@
 """What will go wrong, in which order: drawn from a seed and nothing else.
 
 - The same seed and number of faults give the same plan, on every machine. What a machine cannot do is skipped by name.
-- A plan of at least `len(KINDS)` faults has each kind at least once, in a drawn order.
+- A plan of at least as many faults as there are kinds has each kind at least once, in a drawn order.
 - A fault says whom it hits only as far as a seed can know it: the role, and which of its processes (`pick`).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -57,6 +57,12 @@ KINDS: dict[str, Kind] = {  # "verb role" but for what comes from outside
     "starve worker": Kind(4, _AWAY_S, "memory"),
 }
 EVERY_S = 5.0
+DOOR_KINDS: dict[str, Kind] = {  # deaths of whatever stands between an agent and its tokens
+    "kill gateway": Kind(30),
+    "kill rollout-server": Kind(25),
+    "kill worker": Kind(30),
+    "kill broker": Kind(15, 4.0),
+}
 
 
 @dataclass(frozen=True)
@@ -85,9 +91,19 @@ class Fault:
 class Plan(list[Fault]):
     """All faults of one soak."""
 
-    def __init__(self, seed: int, count: int) -> None:
+    def __init__(
+        self,
+        seed: int,
+        count: int,
+        kinds: Mapping[str, Kind] = KINDS,
+        *,
+        every_s: float = EVERY_S,
+        eager: float = 0.15,
+    ) -> None:
+        """`every_s`: between two faults, on average; `eager`: the share that may hit what is still starting."""
         dice = random.Random(seed)
-        super().__init__(_fault(dice, number, kind) for number, kind in enumerate(_kinds(dice, count)))
+        drawn = enumerate(_kinds(dice, count, kinds))
+        super().__init__(_fault(dice, number, kind, kinds[kind].longest_s, every_s, eager) for number, kind in drawn)
         self.seed = seed
 
     def by_kind(self) -> dict[str, int]:
@@ -100,19 +116,19 @@ class Plan(list[Fault]):
         return dict(sorted(Counter(fault.kind for fault in faults).items()))
 
 
-def _kinds(dice: random.Random, count: int) -> list[str]:
-    each = list(KINDS)
+def _kinds(dice: random.Random, count: int, kinds: Mapping[str, Kind]) -> list[str]:
+    each = list(kinds)
     dice.shuffle(each)
-    return (each + dice.choices(list(KINDS), [kind.weight for kind in KINDS.values()], k=count))[:count]
+    return (each + dice.choices(list(kinds), [kind.weight for kind in kinds.values()], k=count))[:count]
 
 
-def _fault(dice: random.Random, number: int, kind: str) -> Fault:
+def _fault(dice: random.Random, number: int, kind: str, longest_s: float, every_s: float, eager: float) -> Fault:
     return Fault(
         number=number,
         kind=kind,
-        pause_s=dice.uniform(0.5, 1.5) * EVERY_S,
+        pause_s=dice.uniform(0.5, 1.5) * every_s,
         pick=dice.random(),
-        hold_s=dice.uniform(0.1, KINDS[kind].longest_s or 0.1),
-        eager=dice.random() < 0.15,
+        hold_s=dice.uniform(0.1, longest_s or 0.1),
+        eager=dice.random() < eager,
         seed=dice.getrandbits(32),
     )

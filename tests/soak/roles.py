@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
 import redis
 
 from sluice.pipeline.status.heartbeat import Heartbeat
 from tests.e2e.processes import marked
 from tests.e2e.stack import Stack
 
+_HEALTH_S = 0.5
 _LOADING = " to load"
 _NAME = b"SLUICE_PROCESS_NAME="
 
@@ -33,9 +35,12 @@ class Roles:
     def names(self, role: str = "") -> list[str]:
         """Names of the role's processes, whether they are there or not."""
         config = self._stack.config
-        workers = [f"worker-{number}" for number in range(config.worker.count)]
-        consumers = [f"consumer-{number}" for number in range(config.consumer.count)]
-        return [name for name in ("trainer", "producer", *consumers, *workers) if name.startswith(role)]
+        counts = {
+            "consumer": config.consumer.count, "gateway": config.gateway.count,
+            "rollout-server": config.rollout_server.count, "worker": config.worker.count,
+        }  # fmt: skip
+        numbered = [f"{name}-{number}" for name, count in counts.items() for number in range(count)]
+        return [name for name in ("trainer", "producer", *numbered) if name.startswith(role)]
 
     def ready(self, role: str = "") -> set[str]:
         """Names of those that have started and loaded what they need; empty while the broker does not answer."""
@@ -43,11 +48,23 @@ class Roles:
             rows = self._stack.snapshot().processes
         except (redis.RedisError, OSError):
             return set()
-        return {name for name, pid in self.pids(role).items() if _is_ready(rows, name, pid)}
+        return {name for name, pid in self.pids(role).items() if self._is_ready(rows, name, pid)}
+
+    def _is_ready(self, rows: Sequence[Heartbeat], name: str, pid: int) -> bool:
+        role, _, number = name.rpartition("-")
+        config = self._stack.config
+        ports = {"gateway": config.gateway.port, "rollout-server": config.rollout_server.port}
+        if role in ports:
+            return _serves(ports[role] + int(number))
+        return any(row.name == name and row.pid == pid and _LOADING not in (row.waiting_for or "") for row in rows)
 
 
-def _is_ready(rows: Sequence[Heartbeat], name: str, pid: int) -> bool:
-    return any(row.name == name and row.pid == pid and _LOADING not in (row.waiting_for or "") for row in rows)
+def _serves(port: int) -> bool:
+    """Whether it answers; the port is its supervisor's, and takes connections while nobody is behind it."""
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=_HEALTH_S).is_success
+    except httpx.TransportError:
+        return False
 
 
 def _name_of(pid: int) -> str:

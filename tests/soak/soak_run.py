@@ -23,14 +23,12 @@ from tests.e2e.stack import STOPPED, Row, Stack
 from tests.soak.adversary import Adversary
 from tests.soak.battered_broker import BatteredBroker, ReplicatedBroker
 from tests.soak.explanation import Asker
-from tests.soak.outsider import Outsider
+from tests.soak.outsider import TRAINED, Outsider
 from tests.soak.plan import Fault
 from tests.soak.roles import Roles
 from tests.soak.site import Site
 from tests.soak.witness import Witness
 
-ROWS = 20
-SPOILT_ROW = 7  # its truth cannot be read: every sequence of it is dropped
 LEASE_S = 3.0
 KEEP_RESULT_S = 60.0  # longer than any fault: an answer that got lost is asked for again within it
 BrokerKind = Literal["single", "sentinel", "cluster"]
@@ -40,9 +38,6 @@ _STOP_S = 90.0
 _LEAST_PAUSE_S = 0.3
 _SECTIONS: dict[str, dict[str, Any]] = {
     "data": {"epochs": 100_000},
-    "model": {"trust_remote_code": True},
-    "sampling": {"max_new_tokens": 100},
-    "producer": {"group_size": 2, "max_in_flight": 32},
     "worker": {
         "lease_s": LEASE_S,
         "renew_s": 0.75,
@@ -52,13 +47,13 @@ _SECTIONS: dict[str, dict[str, Any]] = {
     },
     "up": {"max_restarts": 10_000, "restart_backoff_s": 0.1, "restart_backoff_max_s": 0.2},
 }
-
-
-def soak_rows() -> list[Row]:
-    """One epoch."""
-    rows = detection_rows(ROWS)
-    rows[SPOILT_ROW]["truth"] = "no list of objects"
-    return rows
+_DETECTION: dict[str, dict[str, Any]] = {
+    "model": {"trust_remote_code": True},
+    "sampling": {"max_new_tokens": 100},
+    "producer": {"group_size": 2, "max_in_flight": 32},
+}
+_ROWS = 20
+_SPOILT_ROW = 7  # its truth cannot be read: every sequence of it is dropped
 
 
 class _Supervised:
@@ -116,17 +111,28 @@ class _OnHosts:
 
 
 class SoakRun:
-    """One run, its broker, what attacks it and what watches it."""
+    """One run, its broker, what attacks it and what watches it.
+
+    What it does is its caller's: `detection_soak` here, agents and clients of other packages in door.py.
+    """
 
     def __init__(
-        self, directory: Path, model: Path, *, workers: int, consumers: int, site: Site | None, broker: BrokerKind
+        self,
+        directory: Path,
+        model: Path,
+        rows: list[Row],
+        task: str,
+        *,
+        site: Site | None = None,
+        broker: BrokerKind = "single",
+        **sections: dict[str, Any],
     ) -> None:
         self._site = site
-        self.stack = Stack(directory, None, model, soak_rows(), "detection").configure(**_SECTIONS)
+        self.stack = Stack(directory, None, model, rows, task).configure(**_SECTIONS).configure(**sections)
         self.broker = self._make_broker(broker)
         self.memory_before = self.broker.used_memory()
         self.stack.broker_url = self.broker.url
-        self.stack.configure(worker={"count": workers}, consumer={"count": consumers}, broker=self.broker.settings)
+        self.stack.configure(broker=self.broker.settings)
         if site is not None:
             # A broker that does not answer is given up soon enough to be asked again within a fault.
             self.stack.configure(broker={"socket_timeout_s": 2.0, "connect_timeout_s": 2.0})
@@ -204,3 +210,21 @@ class SoakRun:
         if self._site is None:
             self.broker.kill()
         self.witness.end()
+
+
+def detection_soak(
+    directory: Path, model: Path, *, workers: int, consumers: int, site: Site | None, broker: BrokerKind
+) -> SoakRun:
+    """Rows without end, one of them with a truth that cannot be read."""
+    rows = detection_rows(_ROWS)
+    rows[_SPOILT_ROW]["truth"] = "no list of objects"
+    counts: dict[str, dict[str, Any]] = {"worker": {"count": workers}, "consumer": {"count": consumers}}
+    return SoakRun(directory, model, rows, "detection", site=site, broker=broker, **_DETECTION, **counts)
+
+
+def lots_of(run: SoakRun) -> dict[str, str]:
+    """Sequence id → how it must end, of a detection soak and of what an outsider brought to it."""
+    stack = run.stack
+    lots = dict.fromkeys(stack.expected(), TRAINED)
+    lots |= dict.fromkeys(stack.expected([stack.rows[_SPOILT_ROW]]), "invalid_truth")
+    return lots | run.outsider.ends

@@ -23,7 +23,7 @@ from tests.soak.explanation import Findings, judge
 from tests.soak.parts import Parts
 from tests.soak.plan import Plan
 from tests.soak.site import Site, why_none
-from tests.soak.soak_run import LEASE_S, BrokerKind, SoakRun
+from tests.soak.soak_run import LEASE_S, BrokerKind, SoakRun, detection_soak, lots_of
 from tests.soak.verdict import Verdict
 
 FAULTS = int(os.environ.get("SLUICE_SOAK_FAULTS") or 3)
@@ -48,7 +48,7 @@ def test_faults_lose_nothing_and_repeat_nothing(tmp_path: Path, spinning_model: 
     site = None if reason else Site(tmp_path, workers, consumers)
     try:
         many = {"workers": workers, "consumers": consumers}
-        run = SoakRun(tmp_path, spinning_model, **many, site=site, broker=BROKER)
+        run = detection_soak(tmp_path, spinning_model, **many, site=site, broker=BROKER)
         try:
             endure(run, plan, parts, long=long)
         except BaseException:
@@ -66,7 +66,7 @@ def endure(run: SoakRun, plan: Plan, parts: Parts, *, long: bool) -> None:
     rest = plan[parts.next :]
     done = rest[: run.endure(rest, FOR_S)]
     explained = judge(run.asker.looks, run.adversary.blows)
-    verdict = Verdict(run, run.finish(_END_S))
+    verdict = Verdict(run, run.finish(_END_S), lots_of(run))
     summary: dict[str, Any] = {}
     try:
         verdict.assert_all()

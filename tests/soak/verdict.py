@@ -6,6 +6,7 @@ rows of the data + what came from outside = trained + dead + dropped, each seque
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -18,13 +19,15 @@ from tests.e2e.processes import wait_gone
 from tests.soak.battered_broker import ReplicatedBroker
 from tests.soak.leases import text
 from tests.soak.outsider import TRAINED
-from tests.soak.soak_run import KEEP_RESULT_S, LEASE_S, SPOILT_ROW, SoakRun
+from tests.soak.soak_run import KEEP_RESULT_S, LEASE_S, SoakRun
 
 # A server that has just started on the data of the run, beside one that started on none: counts, a digest for each
 # weight version (0.2 KB), tables of streams. A leak of 1 KB a sequence goes over it within a few hundred sequences.
 DATA_ALLOWANCE = 512 << 10
 # The same server as it was under the run: with its Lua scripts (1 MB with their interpreter) and buffers of clients.
 SERVER_ALLOWANCE = 3 << 20
+_KEEP_ROLLOUT_S = 3600.0  # of a closed one: later calls are told so
+_KEEP_S = 600.0  # who has the beginning of a prompt; an answer whose gateway died
 _LASTING = (  # of a run, however many jobs it had
     *("counts", "versions", "latest", "source", "state", "metrics", "processes", "dropped", "batches", "results:"),
     *("dlq", "owner:", "wake", "jobs:health-check", "contract", "incarnation"),
@@ -32,9 +35,10 @@ _LASTING = (  # of a run, however many jobs it had
 
 
 class Verdict:
-    """Looks at a run that is over."""
+    """Looks at a run that is over; `lots`: sequence id → how it must have ended."""
 
-    def __init__(self, run: SoakRun, end: Snapshot) -> None:
+    def __init__(self, run: SoakRun, end: Snapshot, lots: Mapping[str, str]) -> None:
+        self._lots = lots
         self._run, self._stack, self._keys, self.end = run, run.stack, run.stack.keys, end
         self.trained = Counter(run.stack.trained())
         self.dead = self._letters(run.stack.keys.dead)
@@ -56,7 +60,7 @@ class Verdict:
 
     def assert_each_sequence_ended_once(self) -> None:
         """By id, and each in the way that was its lot."""
-        lots = self._lots()
+        lots = self._lots
         twice = [seq_id for seq_id, count in self.trained.items() if count > 1]
         assert not twice, f"trained twice: {twice}"
         ends = [*((seq_id, TRAINED) for seq_id in self.trained), *self.dead, *self.dropped]
@@ -120,13 +124,6 @@ class Verdict:
             "wall_s": round(run.wall_s(), 1),
         }
 
-    def _lots(self) -> dict[str, str]:
-        """Sequence id → how it must end."""
-        rows = self._stack.rows
-        lots = dict.fromkeys(self._stack.expected(), TRAINED)
-        lots |= dict.fromkeys(self._stack.expected([rows[SPOILT_ROW]]), "invalid_truth")
-        return lots | self._run.outsider.ends
-
     def _letters(self, stream: str) -> list[tuple[str, str]]:
         """(sequence id, reason) of each letter; an id that is no text is that of the entry itself."""
         with self._stack.client() as client:
@@ -136,11 +133,16 @@ class Verdict:
 
     def _drop_tombstones(self, raw: Any) -> None:
         """They would go by themselves: each has its TTL."""
-        tombstones = list(raw.scan_iter(f"{ARQ_RESULT}*", count=1000))
-        forever = [key for key in tombstones if not 0 <= raw.pttl(key) <= KEEP_RESULT_S * 1000 and raw.exists(key)]
-        assert not forever, f"no TTL: {forever[:5]}"
-        for key in tombstones:
-            raw.delete(key)
+        kept_s = {
+            ARQ_RESULT: KEEP_RESULT_S, self._keys.rollout: _KEEP_ROLLOUT_S,
+            self._keys.prefixes: _KEEP_S, self._keys.claim: _KEEP_S, self._keys.replies: _KEEP_S,
+        }  # fmt: skip
+        for pattern, longest_s in kept_s.items():
+            tombstones = list(raw.scan_iter(f"{pattern}*", count=1000))
+            forever = [key for key in tombstones if not 0 <= raw.pttl(key) <= longest_s * 1000 and raw.exists(key)]
+            assert not forever, f"no TTL: {forever[:5]}"
+            for key in tombstones:
+                raw.delete(key)
 
     def _compare_memory(self) -> None:
         before, broker = self._run.memory_before, self._run.broker
