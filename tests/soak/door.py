@@ -94,7 +94,7 @@ def door_soak(directory: Path, model: Path, *, gateways: int, workers: int) -> S
         "rollout": {"url": f"http://127.0.0.1:{server}", "max_concurrent": 4, "timeout_s": 600},
     }
     rows = [row for row in agent_rows(len(CALLING)) if row["messages"][0]["content"] in _answers()][:_ROWS]
-    return SoakRun(directory, model, rows, "exact_answer", **sections)
+    return SoakRun(directory, model, rows, "exact_answer", sections)
 
 
 def _answers() -> dict[str, str]:

@@ -122,10 +122,10 @@ class SoakRun:
         model: Path,
         rows: list[Row],
         task: str,
+        sections: dict[str, dict[str, Any]],
         *,
         site: Site | None = None,
         broker: BrokerKind = "single",
-        **sections: dict[str, Any],
     ) -> None:
         self._site = site
         self.stack = Stack(directory, None, model, rows, task).configure(**_SECTIONS).configure(**sections)
@@ -219,7 +219,7 @@ def detection_soak(
     rows = detection_rows(_ROWS)
     rows[_SPOILT_ROW]["truth"] = "no list of objects"
     counts: dict[str, dict[str, Any]] = {"worker": {"count": workers}, "consumer": {"count": consumers}}
-    return SoakRun(directory, model, rows, "detection", site=site, broker=broker, **_DETECTION, **counts)
+    return SoakRun(directory, model, rows, "detection", {**_DETECTION, **counts}, site=site, broker=broker)
 
 
 def lots_of(run: SoakRun) -> dict[str, str]:
