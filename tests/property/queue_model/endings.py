@@ -8,6 +8,8 @@ from typing import Literal
 
 from tests.property.queue_model.state import Entry, Job, Row
 
+ANSWERED_WORDS = 16  # a mailbox shorter than this takes answers themselves, all small here
+
 
 class Endings:
     """Jobs, streams and counts of one run."""
@@ -70,7 +72,7 @@ class Endings:
         """The caller is answered."""
         name = f"{job_id}:{index}"
         self.replies[name] = reason
-        self.mailbox.append(name)
+        self.mailbox.append(f"answer {name}" if len(self.mailbox) < ANSWERED_WORDS else name)
 
     def finish(self, job: Job, whole: bool) -> None:
         """Only the tombstone is left; `whole`: every sequence was committed."""

@@ -179,7 +179,7 @@ def a_caller_is_told_once_of_what_is_stored_and_answered_when_the_job_dies(machi
     machine.commit_one(2, 2, True)
     machine.agrees()
     machine.fail(2, "dead", 1)
-    assert machine.model.mailbox == ["delta m:j2:0 0", "delta m:j2:0 2", "m:j2:1", "m:j2:0"]
+    assert machine.model.mailbox == ["delta m:j2:0 0", "delta m:j2:0 2", "answer m:j2:1", "answer m:j2:0"]
     assert machine.model.replies == {"m:j2:1": "", "m:j2:0": "invalid_request"}
 
 

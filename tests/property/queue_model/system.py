@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -44,7 +44,7 @@ class Snapshot:
     evaluated: list[tuple[str, Fields]]
     prefixes: dict[str, str]  # name of a prompt's beginning → the worker that has it
     replies: dict[str, bytes]  # sequence → its stored reply
-    mailbox: list[str]
+    mailbox: list[str]  # names of ended sequences, `answer NAME` with the answer in the mailbox itself, and deltas
     aborts: set[str]
     persistent: set[str]  # payloads without a time to live
 
@@ -191,6 +191,16 @@ async def _read(
         return await pipe.execute()
 
 
+def _word(word: bytes, replies: Mapping[str, bytes]) -> str:
+    """As in `Snapshot.mailbox`; an answer in the mailbox is the stored one."""
+    if not word.startswith(b"\xc1"):
+        return word.decode()
+    size, _, rest = word[1:].partition(b":")
+    name, answer = rest[: int(size)].decode(), rest[int(size) :]
+    assert replies.get(name, answer) == answer
+    return f"answer {name}"
+
+
 async def _snapshot(client: Any, keys: Keys) -> Snapshot:
     names = await _names(client, keys)
     mailbox = f"{keys.replies}mailbox:{MAILBOX}"
@@ -216,9 +226,9 @@ async def _snapshot(client: Any, keys: Keys) -> Snapshot:
         payloads={job_id: payload for job_id, (payload, _) in of_payloads.items()},
         running={job_id: next(answers).decode() for job_id in running},
         stored={name: next(answers) for name in stored},
-        replies={name: next(answers) for name in replies},
+        replies=(of_replies := {name: next(answers) for name in replies}),
         prefixes={name: next(answers).decode() for name in prefixes},
-        mailbox=[word.decode() for word in next(answers)],
+        mailbox=[_word(word, of_replies) for word in next(answers)],
         counts=counts,
         results=streams[:PARTITIONS],
         batches=streams[PARTITIONS],

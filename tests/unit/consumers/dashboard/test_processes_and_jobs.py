@@ -97,9 +97,8 @@ def test_nothing_seen_says_what_to_start(monitor: Monitor) -> None:
     assert "<code>sluice up -c CONFIG</code>" in page
 
 
-def test_held_bars_share_one_scale_and_name_idle_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.time", lambda: 1000.0)
-    rows = [row("worker-1", 999.0), row("worker-2", 999.0), row("worker-3", 900.0)]
+def test_held_bars_share_one_scale_and_name_idle_workers() -> None:
+    rows = [row("worker-1", 999.0), row("worker-2", 999.0), row("worker-3", 900.0, age_s=100.0)]
     held = [Holder(worker="worker-0", jobs=8, retried=2), Holder(worker="worker-1", jobs=4)]
     bars = held_bars(Snapshot(run="r", state="running", processes=rows, holders=held))
     assert [(bar.holder.worker, bar.first, bar.retried) for bar in bars] == [
