@@ -6,7 +6,8 @@
 | a version that is due     | the trainer, or its end                                  |
 | answers                   | workers; `eval.wait_s` without any ends the evaluator    |
 
-- A version is due `eval.every` after the one before it; if several are, the newest. The first and the last always are.
+- A version is due `eval.every` after the one before it; if several are, the newest. The first (unless it is gone) and the
+  last always are.
 - A version under evaluation stays on disk: its number is in the broker before the trainer could retire it.
 - Its jobs are pinned: an answer that isn't wholly of that version counts as failed, and there is none.
 - An answer is in the evaluation's file before the broker forgets it, and a job's id names version, row and questions.
@@ -47,6 +48,7 @@ from sluice.pipeline.wire.waits import WaitKind
 
 _PAGE, _POLL_S, _BLOCK_MS = 128, 0.2, 200
 _LOST_S = 10.0  # without an answer: are the jobs still there?
+_FIRST = 0  # version
 _MIXED = "mixed_versions"
 _NOT_SAMPLED = -1  # the version of tool output, and of a forced end
 _OVER = ("finished", "stopped")  # the trainer's last words
@@ -159,6 +161,8 @@ class Evaluator:
             if is_over := now.state in _OVER:  # a version may have come between the two answers
                 now = await snapshot(self._role.client, self._role.keys)
             latest, last = now.latest_version, self._results.last
+            if last is None and not is_over and latest and await self._hold_first():
+                return _FIRST
             is_new = latest not in self._results.versions
             if latest is not None and is_new and (is_over or last is None or abs(latest - last) >= self._options.every):
                 self._state = replace(self._state, running=latest)
@@ -176,6 +180,14 @@ class Evaluator:
             if not await self._role.nap(_POLL_S):
                 return None
         return None
+
+    async def _hold_first(self) -> bool:
+        """Hold the run's first version, which a fast trainer has left behind already; False if it is gone."""
+        if await self._registry.get(_FIRST) is None:
+            return False
+        self._state = replace(self._state, running=_FIRST)
+        await self._store()
+        return await self._registry.get(_FIRST) is not None
 
     async def _evaluate(self, version: int) -> None:
         started = time.monotonic()

@@ -212,13 +212,22 @@ async def test_an_evaluation_whose_version_is_gone_is_cut_off_and_the_next_one_m
 ) -> None:
     for version in (0, 1):
         await published.publish(version)
-    await client.hdel(keys.versions, "1")
+    await client.hdel(keys.versions, "0", "1")
     async with engine(config, 4) as backend, evaluating(config):
         await eventually(lambda: is_running(client, keys, 1), "its evaluation to begin")
         async with working(config, backend):
             await eventually(lambda: is_running(client, keys, None), "it to be cut off")
             await published.publish(2)
             await eventually(lambda: has(config, 2), "the next result")
+
+
+async def test_the_first_version_is_evaluated_though_the_trainer_has_gone_on(
+    config: Config, published: Published
+) -> None:
+    for version in (0, 1):
+        await published.publish(version)
+    async with engine(config, 4) as backend, working(config, backend), evaluating(config):
+        await eventually(lambda: has(config, 0), "the first version's result")
 
 
 async def is_running(client: Any, keys: Keys, version: int | None) -> bool:
