@@ -6,8 +6,8 @@
 | a version that is due     | the trainer, or its end                                  |
 | answers                   | workers; `eval.wait_s` without any ends the evaluator    |
 
-- A version is due `eval.every` after the one before it; if several are, the newest. The first (unless it is gone) and the
-  last always are.
+- A version is due `eval.every` after the one before it; if several are, the newest. The first, unless it is
+  gone, and the last always are.
 - A version under evaluation stays on disk: its number is in the broker before the trainer could retire it.
 - Its jobs are pinned: an answer that isn't wholly of that version counts as failed, and there is none.
 - An answer is in the evaluation's file before the broker forgets it, and a job's id names version, row and questions.
