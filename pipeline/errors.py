@@ -143,6 +143,7 @@ OK = 0
 WRONG_USAGE = 2
 SOME_ROWS_FAILED = 9
 INTERRUPTED = 130
+DECODE_THREAD = "sluice-hf-decode"  # alive after an EngineError: the engine hangs
 TERMINATED = 143
 
 EXIT_CODES: dict[int, str] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -16,7 +17,16 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter, UnknownCommandError, UnusedCliTokensError
 
 from sluice.pipeline.cli.help import OPTIONS, Layout, as_markdown, heading_of, order_of, page
-from sluice.pipeline.errors import EXIT_CODES, INTERRUPTED, WRONG_USAGE, BrokerError, SluiceError, first_cause
+from sluice.pipeline.errors import (
+    DECODE_THREAD,
+    EXIT_CODES,
+    INTERRUPTED,
+    WRONG_USAGE,
+    BrokerError,
+    EngineError,
+    SluiceError,
+    first_cause,
+)
 from sluice.pipeline.terminal import columns, say
 
 _FEW = 8
@@ -160,6 +170,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not isinstance(cause, SluiceError):
             raise
         say(f"error: {cause}", file=sys.stderr)
+        if isinstance(cause, EngineError) and any(thread.name == DECODE_THREAD for thread in threading.enumerate()):
+            sys.stdout.flush()
+            os._exit(cause.exit_code)  # it hangs within torch, whose threads abort a process that Python takes down
         sys.exit(cause.exit_code)
     if isinstance(result, int):
         sys.exit(result)
