@@ -55,6 +55,10 @@ class EngineError(SluiceError):
     exit_code = 8  # not ModelError's: a failed engine is restarted
 
 
+class EngineHangs(EngineError):
+    """The engine makes no progress; its thread can't be ended, so the process leaves with it."""
+
+
 class GuardRefused(EngineError):
     """This engine's repeat guard doesn't do what the run requires; nothing is decoded without it."""
 
@@ -143,7 +147,6 @@ OK = 0
 WRONG_USAGE = 2
 SOME_ROWS_FAILED = 9
 INTERRUPTED = 130
-DECODE_THREAD = "sluice-hf-decode"  # alive after an EngineError: the engine hangs
 TERMINATED = 143
 
 EXIT_CODES: dict[int, str] = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -18,12 +17,11 @@ from cyclopts import App, CycloptsError, Parameter, UnknownCommandError, UnusedC
 
 from sluice.pipeline.cli.help import OPTIONS, Layout, as_markdown, heading_of, order_of, page
 from sluice.pipeline.errors import (
-    DECODE_THREAD,
     EXIT_CODES,
     INTERRUPTED,
     WRONG_USAGE,
     BrokerError,
-    EngineError,
+    EngineHangs,
     SluiceError,
     first_cause,
 )
@@ -170,9 +168,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not isinstance(cause, SluiceError):
             raise
         say(f"error: {cause}", file=sys.stderr)
-        if isinstance(cause, EngineError) and any(thread.name == DECODE_THREAD for thread in threading.enumerate()):
+        if isinstance(cause, EngineHangs):
             sys.stdout.flush()
-            os._exit(cause.exit_code)  # it hangs within torch, whose threads abort a process that Python takes down
+            os._exit(cause.exit_code)  # torch aborts a process that Python takes down while a thread is inside it
         sys.exit(cause.exit_code)
     if isinstance(result, int):
         sys.exit(result)

@@ -34,7 +34,7 @@ from redis.asyncio import Redis
 from sluice.pipeline.broker import connection
 from sluice.pipeline.broker.scripts import BlockingScripts
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import BrokerError, EngineError, WeightsError
+from sluice.pipeline.errors import BrokerError, EngineError, EngineHangs, WeightsError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.committer import Committer
 from sluice.pipeline.queue.queue import JobQueue
@@ -317,7 +317,7 @@ class LeasedWorker:
         if self.broken is not None:
             raise self.broken
         if self.keeper.stalled:
-            raise EngineError(f"no progress for {self.settings.stall_timeout_s:.0f} s")
+            raise EngineHangs(f"no progress for {self.settings.stall_timeout_s:.0f} s")
         if not self.keeper.is_alive():
             raise EngineError("the lease keeper thread has died")
         self._pulse.check()

@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import itertools
 import os
@@ -44,6 +45,7 @@ _CLOSE, _BEAT = b"", b"\x00"
 _WELL, _BADLY = b"\x02", b"\x03"  # how `told` went
 _IDLE, _FAILED = "no command", "a failure"
 _REPEAT_S = 1.0
+_END_S = 2.0
 _STORE_S = 20.0
 
 
@@ -227,8 +229,10 @@ class _Presence:
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._doing, self._changed = _IDLE, threading.Event()
-        self._store = _store()
-        threading.Thread(target=self._repeat, name="sluice-rank", daemon=True).start()
+        self._store, self._is_over = _store(), False
+        self._thread = threading.Thread(target=self._repeat, name="sluice-rank", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
 
     def say(self, doing: str) -> None:
         self._doing = doing
@@ -272,10 +276,18 @@ class _Presence:
                 found[rank] = count, doing
         return found
 
+    def _end(self) -> None:
+        """torch aborts a process that Python takes down while a thread is inside it."""
+        self._is_over = True
+        self._changed.set()
+        self._thread.join(_END_S)
+
     def _repeat(self) -> None:
         store = _store()  # a connection of its own: one that waits for an answer is locked
         for count in itertools.count():
             self._changed.clear()
+            if self._is_over:
+                return
             try:
                 store.set(str(self._rank), f"{count} {self._doing}")
             except RuntimeError:  # the others see that it has fallen silent

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig
-from sluice.pipeline.errors import DECODE_THREAD, EngineError, RequestError, SluiceError, TornWeights, WeightsError
+from sluice.pipeline.errors import EngineError, RequestError, SluiceError, TornWeights, WeightsError
 from sluice.pipeline.images.features import ImageFeatures
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
 from sluice.workers.engine.adapters import OWN, AdapterRoom, Policy, check_whole, checked, is_adapter, may_be_whole
@@ -244,7 +244,7 @@ class DecodeThread:
         self._standby: Standby | None = None
         self._idle = self._loading = False
         self._progress = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name=DECODE_THREAD, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="sluice-hf-decode", daemon=True)
 
     def start(self) -> None:
         """Start loading the model."""
