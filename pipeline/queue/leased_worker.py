@@ -117,9 +117,7 @@ class Hooks:
     beat: Callable[[], Awaitable[None]] = _nothing_to_await  # every half second
     before_claim: Callable[[], Awaitable[None]] = _nothing_to_await
     after_claim: Callable[[Claimed], None] = _nothing
-    before_hand_back: Callable[[], Awaitable[None]] = (
-        _nothing_to_await  # store what running jobs have; it must end soon
-    )
+    before_hand_back: Callable[[], Awaitable[None]] = _nothing_to_await  # store what running jobs have, within seconds
     each_turn: Callable[[], None] = _nothing  # update the status; also while draining
     is_done: Callable[[], bool] = lambda: False  # in burst mode: enough was done
     turn: Turn | None = None  # of a queue that shares what does the work with others
@@ -360,7 +358,7 @@ class LeasedWorker:
 
     async def _hand_back(self) -> None:
         """Return every job that is still ours, with blame if the engine failed."""
-        if self.broken is None:
+        if self.broken is None and not self.keeper.stalled:
             await self._hooks.before_hand_back()
         held = set(self._holder.held())
         unstarted = [claim for claim in self._unaccepted if claim.job_id not in held]
