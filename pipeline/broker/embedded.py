@@ -1,9 +1,10 @@
 """Our own broker, for machines where none runs: valkey or redis on loopback, with AOF and a random password.
 
-| waits for            | unblocked by                                      |
-|----------------------|---------------------------------------------------|
-| the server to answer | the server; at most `START_S`                     |
-| the server to load   | the end of its append-only file; at most `LOAD_S` |
+| waits for             | unblocked by                                      |
+|-----------------------|---------------------------------------------------|
+| the server to answer  | the server; at most `START_S`                     |
+| the server to load    | the end of its append-only file; at most `LOAD_S` |
+| its predecessor's end | the kernel's SIGTERM to it; at most `_STOP_S`     |
 
 - Its directory holds the data, which survive a restart. `broker.json` there tells other processes the URL.
 - The directory and its files are readable only by their owner: they hold the password and every prompt.
@@ -30,7 +31,7 @@ import time
 from collections.abc import Generator
 from importlib import resources
 from pathlib import Path
-from typing import IO, Literal, Self
+from typing import IO, Literal, Self, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -232,12 +233,20 @@ class _Heir:
             get_logger().error("the embedded broker of this run has ended, and another took its place", port=port)
             return
         get_logger().warning("the run that had started the embedded broker has ended; starting it again")
+        self._wait_for_port()
         self._server = EmbeddedServer([find_server(), str(settings)], self.url, self._directory, self._leaving)
         try:
             self._server.start()
         except (BrokerError, OSError) as error:
             get_logger().error("cannot start the embedded broker", error=str(error))
         self._server.keep()  # in this thread: a server ends with the thread that started it
+
+    def _wait_for_port(self) -> None:
+        """A killed owner's server still answers for a moment; ours can't bind its port until that has ended."""
+        until = time.monotonic() + _STOP_S
+        with redis.Redis.from_url(self.url, socket_timeout=2) as client:  # type: ignore[no-untyped-call]
+            while _probe(client) != "silent" and time.monotonic() < until and not self._leaving.wait(_LOOK_S):
+                pass
 
 
 def _end_for_good(server: EmbeddedServer, directory: Path) -> None:
@@ -319,7 +328,7 @@ class EmbeddedServer:
         started, loading, told = time.monotonic(), False, False
         with redis.Redis.from_url(self.url, socket_timeout=2) as client:  # type: ignore[no-untyped-call]
             while process.poll() is None and not self._stopping.is_set():
-                state = _probe(client)
+                state = _probe(client, process.pid)
                 if state == "ready":
                     return
                 loading = loading or state == "loading"
@@ -351,15 +360,16 @@ def _private(path: str, flags: int) -> int:
     return handle
 
 
-def _probe(client: redis.Redis) -> Literal["ready", "loading", "silent"]:
-    """The server's current state."""
+def _probe(client: redis.Redis, pid: int | None = None) -> Literal["ready", "loading", "silent"]:
+    """The server's current state; another process than `pid` that answers at its address is as good as silent."""
     try:
         client.ping()  # type: ignore[no-untyped-call]
+        info = cast("dict[str, int]", client.info("server")) if pid is not None else {}
     except redis.BusyLoadingError:
         return "loading"
     except redis.RedisError:
         return "silent"
-    return "ready"
+    return "ready" if info.get("process_id") == pid else "silent"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
