@@ -4,18 +4,24 @@
     Adversary ─▶ blows ─────────────────────┴─▶ judge ─▶ what was not explained, or explained wrongly
 
 - named: a fault that takes away the one process of a role, or the broker's disk, for 10 s is named within them.
-- explained: when nothing has moved for 10 s, a look names a cause that a fault of then, or just before, has.
-- right: no look names a blocking cause that no fault of then, or just before, has.
+- explained: when nothing has moved for 10 s, a look that began within them names a cause that a fault of then, or just
+  before, has; or a process that loads, which such a fault hit.
+- right: no look names a blocking cause, nor a process as its bearer, that no fault of then, or just before, has.
 
 A fault's aftermath lasts: what it hit has to start, load and beat again, on a machine that does much else.
+
+    python -m tests.soak.explanation EVIDENCE    # judges an earlier soak again
 """
 
 from __future__ import annotations
 
+import json
+import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import msgspec
 import redis
@@ -72,13 +78,8 @@ class Look:
     stalls: list[tuple[str, str | None, bool]]  # kind, process, whether it blocks
     counts: tuple[int, ...] | None = None  # what moves; None: the broker didn't answer
     state: str = ""
-    loading: bool = False  # a process says that it loads, or waits for its role
+    loading: frozenset[str] = frozenset()  # processes that say that they load, or wait for their role
     text: str = ""
-
-    @property
-    def blocking(self) -> set[str]:
-        """Kinds of stalls that block."""
-        return {kind for kind, _, blocks in self.stalls if blocks}
 
 
 @dataclass
@@ -90,6 +91,7 @@ class Findings:
     name_s: list[float] = field(default_factory=list)  # from the fault to the look that names it
     hidden: int = 0  # faults that had to be named, had another one not been in front of them
     standstills: int = 0  # of 10 s and more
+    loading: int = 0  # of these, where a process that loads is the explanation
     problems: list[str] = field(default_factory=list)
 
     def summary(self) -> dict[str, object]:
@@ -97,7 +99,7 @@ class Findings:
         slowest = round(max(self.name_s, default=0.0), 1)
         return {
             "looks": self.looks, "named": self.named, "slowest_named_s": slowest, "hidden": self.hidden,
-            "standstills": self.standstills, "problems": len(self.problems),
+            "standstills": self.standstills, "loading": self.loading, "problems": len(self.problems),
         }  # fmt: skip
 
 
@@ -107,19 +109,32 @@ def judge(looks: Sequence[Look], blows: Sequence[Blow]) -> Findings:
     for blow in blows:
         _judge_name(found, looks, blows, blow)
     for look in looks:
-        wrong = look.blocking - _possible(blows, look.began, look.ended)
+        wrong = [
+            f"{kind} {name or ''}" for kind, name, blocks in look.stalls if blocks and not _has(blows, look, kind, name)
+        ]
         if wrong:
             found.problems.append(f"{sorted(wrong)} named, and no fault of then has it:\n{_about(look, blows)}")
     for still in _standstills(looks):
-        found.standstills += 1
-        last = still[-1]
-        possible = _possible(blows, still[0].began, last.ended)
-        named = {kind for look in still for kind, _, _ in look.stalls} & possible
-        if not named and not any(look.loading for look in still):
-            found.problems.append(
-                f"nothing moved for {last.ended - still[0].began:.0f} s, unexplained:\n{_about(last, blows)}"
-            )
+        _judge_standstill(found, still, blows)
     return found
+
+
+def _judge_standstill(found: Findings, still: Sequence[Look], blows: Sequence[Blow]) -> None:
+    """Whoever asks within 10 s of the last movement must be told why."""
+    found.standstills += 1
+    began, last = still[0].ended, still[-1]
+    soon = [look for look in still if look.began <= began + SOON_S]
+    if any(_has(blows, look, kind, name) for look in soon for kind, name, _ in look.stalls):
+        return
+    if any(
+        look.loading & blow.names or _hits_all(blow) for look in soon if look.loading for blow in _near(blows, look)
+    ):
+        found.loading += 1
+        return
+    stood_s = last.ended - still[0].began
+    found.problems.append(
+        f"nothing moved for {stood_s:.0f} s, unexplained within {SOON_S:.0f}:\n{_about(soon[-1], blows)}"
+    )
 
 
 def _judge_name(found: Findings, looks: Sequence[Look], blows: Sequence[Blow], blow: Blow) -> None:
@@ -156,9 +171,22 @@ def _must_be_named(blow: Blow) -> str | None:
     return _CERTAIN.get(blow.fault.role) if blow.fault.verb in _TAKES_AWAY else None
 
 
-def _possible(blows: Sequence[Blow], began: float, ended: float) -> frozenset[str]:
-    near = (blow for blow in blows if blow.began <= ended and began <= _end_of(blow) + AFTERMATH_S)
-    return frozenset[str]().union(*(causes_of(blow.fault.kind) for blow in near))
+def _near(blows: Sequence[Blow], look: Look) -> list[Blow]:
+    """Faults of then, or just before."""
+    return [blow for blow in blows if blow.began <= look.ended and look.began <= _end_of(blow) + AFTERMATH_S]
+
+
+def _hits_all(blow: Blow) -> bool:
+    return not blow.names.isdisjoint(("broker", "run"))
+
+
+def _has(blows: Sequence[Blow], look: Look, kind: str, name: str | None) -> bool:
+    """Whether a fault near the look may have brought this stall; of its own role, only one that hit that process."""
+    return any(
+        kind in causes_of(blow.fault.kind)
+        and (name is None or name in blow.names or _hits_all(blow) or name.partition("-")[0] != blow.fault.role)
+        for blow in _near(blows, look)
+    )
 
 
 def _end_of(blow: Blow) -> float:
@@ -180,13 +208,31 @@ def _standstills(looks: Sequence[Look]) -> list[list[Look]]:
 
 
 def _about(look: Look, blows: Sequence[Blow]) -> str:
-    near = [b for b in blows if b.began <= look.ended and look.began <= _end_of(b) + AFTERMATH_S]
     said = [
         f"  #{b.fault.number} {b.fault.kind} {b.hit}, {look.began - b.began:.1f} s before, "
         + ("on" if b.ended is None else f"over {look.began - b.ended:.1f} s before")
-        for b in near
+        for b in _near(blows, look)
     ]
     return "\n".join([*said, look.text])
+
+
+class _Evidence(msgspec.Struct):
+    """What `judge` reads."""
+
+    looks: list[Look]
+    blows: list[Blow]
+
+
+def save(path: Path, looks: Sequence[Look], blows: Sequence[Blow]) -> None:
+    """Keep what was seen, so that it can be judged again without the soak."""
+    ended = [replace(blow, heal=None) for blow in blows]
+    path.write_bytes(msgspec.json.encode(_Evidence(list(looks), ended)))
+
+
+def load(path: Path) -> Findings:
+    """Judge what was kept."""
+    kept = msgspec.json.decode(path.read_bytes(), type=_Evidence)
+    return judge(kept.looks, kept.blows)
 
 
 class Asker(threading.Thread):
@@ -213,7 +259,9 @@ class Asker(threading.Thread):
             now = why.now
             counts = (now.tokens, now.enqueued, now.committed, now.accepted, now.trained, now.stepped)
             counts += (now.dead, now.dropped, now.latest_version or 0)
-            loads = any(row.is_alive and row.wait is not None and row.wait.kind in _LOADS for row in now.processes)
+            loads = frozenset(
+                row.name for row in now.processes if row.is_alive and row.wait is not None and row.wait.kind in _LOADS
+            )
             stalls = [(stall.kind, stall.process, stall.blocks) for stall in now.stalls]
             self.looks.append(
                 Look(began, time.monotonic(), stalls, counts, why.verdict.state, loads, why_text(why, 120))
@@ -230,3 +278,8 @@ class Asker(threading.Thread):
         self.end()
         if self.error:
             raise self.error
+
+
+if __name__ == "__main__":
+    findings = load(Path(sys.argv[1]))
+    print(json.dumps(findings.summary()), *findings.problems, sep="\n\n")

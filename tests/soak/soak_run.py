@@ -141,6 +141,7 @@ class SoakRun:
         self.adversary = Adversary(self.stack, self.broker, self.outsider, self.witness, site)
         self.asker = Asker(self.stack)
         self.log: list[str] = []
+        self.faults_s = 0.0  # from the start of the first to that of the last
         self._began = time.monotonic()
         self._processes = _Supervised(self.stack) if site is None else _OnHosts(self.stack, site)
 
@@ -162,7 +163,8 @@ class SoakRun:
         self.stack.wait(lambda now: now.trained > 0, "the first step", _START_S)
         self.witness.start()
         self.asker.start()
-        until, due, done = time.monotonic() + for_s, time.monotonic(), 0
+        began, done = time.monotonic(), 0
+        until, due = began + for_s, began
         for fault in plan:
             due = max(due + fault.pause_s, time.monotonic() + _LEAST_PAUSE_S)
             time.sleep(max(0.0, due - time.monotonic()))
@@ -174,6 +176,7 @@ class SoakRun:
             self.log.append(line)
             print(line, flush=True)
             done += 1
+            self.faults_s = time.monotonic() - began
         self.adversary.relent()
         self.asker.stop()
         return done

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tests.soak.adversary import Blow
-from tests.soak.explanation import Look, judge
+from tests.soak.explanation import Look, judge, load, save
 from tests.soak.plan import Fault
 
 
@@ -45,9 +47,38 @@ def test_a_cause_that_no_fault_has_is_a_problem() -> None:
 def test_a_standstill_without_a_cause_is_a_problem() -> None:
     still = [look(at, state="waiting") for at in range(10, 24, 2)]
     [problem] = judge(still, []).problems
-    assert problem.startswith("nothing moved for 13 s, unexplained")
+    assert problem.startswith("nothing moved for 13 s, unexplained within 10")
     moving = [look(at, state="waiting", count=int(at)) for at in range(10, 24, 2)]
     assert judge(moving, []).problems == []
     explained = [look(at, ("no_worker", "worker-0", True)) for at in range(102, 116, 2)]
     assert judge(explained, [blow("hang worker", "worker-0")]).standstills == 1
     assert judge(explained, [blow("hang worker", "worker-0")]).problems == []
+
+
+def test_a_cause_that_comes_after_10_s_of_standstill_is_too_late() -> None:
+    hang, gone = blow("hang worker", "worker-0"), ("no_worker", "worker-0", True)
+    silent = [look(at, state="waiting") for at in range(102, 112, 2)]
+    [problem] = judge([*silent, look(114, gone), look(116, gone)], [hang]).problems
+    assert "unexplained within 10" in problem
+    assert judge([*silent, look(112, gone), look(116, gone)], [hang]).problems == []
+
+
+def test_a_cause_is_only_right_with_the_process_that_was_hit() -> None:
+    kill = blow("kill worker", "worker-0", ended=100)
+    other = [look(at, ("no_worker", "worker-1", True)) for at in range(102, 116, 2)]
+    assert all("no_worker worker-1" in problem for problem in judge(other, [kill]).problems[:-1])
+    assert "unexplained" in judge(other, [kill]).problems[-1]
+    effect = [look(at, ("credit_exhausted", "producer", True)) for at in range(102, 116, 2)]
+    assert judge(effect, [kill]).problems == []
+
+
+def test_a_process_that_loads_explains_only_if_it_was_hit(tmp_path: Path) -> None:
+    kill = blow("kill worker", "worker-0", ended=100)
+    still = [look(at, state="waiting") for at in range(102, 116, 2)]
+    still[2].loading = frozenset({"worker-0"})
+    found = judge(still, [kill])
+    assert (found.standstills, found.loading, found.problems) == (1, 1, [])
+    still[2].loading = frozenset({"worker-1"})
+    assert len(judge(still, [kill]).problems) == 1
+    save(tmp_path / "evidence.json", still, [kill])
+    assert load(tmp_path / "evidence.json") == judge(still, [kill])

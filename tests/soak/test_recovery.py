@@ -16,14 +16,14 @@ from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import DEADLINE_S, Process
 from tests.e2e.stack import Stack
 from tests.soak.leases import look
-from tests.soak.recovery import Recoveries
+from tests.soak.recovery import ENOUGH, Recoveries
 
 pytestmark = [
     pytest.mark.chaos,
     pytest.mark.skipif("SLUICE_SOAK_FAULTS" not in os.environ, reason="`make soak`; tests/chaos has killed workers"),
 ]
 LEASE_S = 2.0
-KILLS = 2
+KILLS = ENOUGH
 _SECTIONS: dict[str, dict[str, Any]] = {
     "data": {"epochs": 100_000},  # busy until the test is over
     "sampling": {"max_new_tokens": 150},

@@ -2,9 +2,10 @@
 
 `make soak` brings 200 faults; SLUICE_SOAK_FAULTS sets the number, SLUICE_CHAOS_SEED repeats a plan. With
 SLUICE_SOAK_MINUTES no fault comes later than that; the next soak with this seed and number goes on where this one
-ended, and the parts are summed up in SLUICE_SOAK_PARTS, one line each. The last line is a JSON summary. The bound on
-recovery is checked in a long run only, and for kills with a second worker at hand. With root, each role has a host of
-its own (`site.py`); without, faults that need one are skipped by name.
+ended, and the parts are summed up in SLUICE_SOAK_PARTS, one line each (`parts.py` makes a table of them). The last
+line is a JSON summary; what the asker saw is kept in evidence.json (`explanation.py` judges it again). The bound on
+recovery is checked in a long run only, for kills with a second worker at hand, over all parts. With root, each role has
+a host of its own (`site.py`); without, faults that need one are skipped by name.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ import msgspec
 import pytest
 
 from tests.chaos.blows import chaos_seed
-from tests.soak.explanation import Findings, judge
-from tests.soak.parts import Parts
+from tests.soak.adversary import Blow
+from tests.soak.explanation import Findings, judge, save
+from tests.soak.parts import Parts, report
 from tests.soak.plan import Plan
 from tests.soak.site import Site, why_none
 from tests.soak.soak_run import LEASE_S, BrokerKind, SoakRun, detection_soak, lots_of
@@ -65,13 +68,15 @@ def endure(run: SoakRun, plan: Plan, parts: Parts, *, long: bool) -> None:
     """One part: its faults, its end, its verdict; it is noted as done only if it passes."""
     rest = plan[parts.next :]
     done = rest[: run.endure(rest, FOR_S)]
-    explained = judge(run.asker.looks, run.adversary.blows)
+    looks, blows = run.asker.looks, run.adversary.blows
+    save(run.stack.directory / "evidence.json", looks, blows)
+    explained = judge(looks, blows)
     verdict = Verdict(run, run.finish(_END_S), lots_of(run))
     summary: dict[str, Any] = {}
     try:
         verdict.assert_all()
         if long:
-            run.witness.recoveries.assert_within(LEASE_S)
+            run.witness.recoveries.assert_within(LEASE_S, parts.clean_s)
         assert_explained(explained)
         summary["passed"] = True
     finally:
@@ -79,11 +84,18 @@ def endure(run: SoakRun, plan: Plan, parts: Parts, *, long: bool) -> None:
         summary["broker"] = BROKER
         summary |= {"seed": plan.seed, "faults": len(plan), "from": parts.next, "done": len(done)}
         summary |= {"skipped": len(skipped), "by_kind": Plan.counted(done), "why": explained.summary()}
+        summary |= {"overlapping": overlapping(blows), "faults_s": round(run.faults_s, 1)}
         print(json.dumps({**summary, **verdict.summary()}))
     parts.add({**summary, **verdict.summary()})
-    print(parts.says)
+    print(parts.says, report(parts.done), sep="\n")
 
 
 def assert_explained(found: Findings) -> None:
     """Every cause that was named was right, and whatever stood still was explained in time."""
     assert not found.problems, "\n\n".join([f"{len(found.problems)} problems", *found.problems[:8]])
+
+
+def overlapping(blows: Sequence[Blow]) -> int:
+    """How many faults came while an earlier one still held."""
+    held = [(blow.began, blow.ended if blow.ended is not None else math.inf) for blow in blows if blow.heal is not None]
+    return sum(any(began < blow.began < ended for began, ended in held) for blow in blows)

@@ -60,14 +60,26 @@ class Verdict:
 
     def assert_each_sequence_ended_once(self) -> None:
         """By id, and each in the way that was its lot."""
-        lots = self._lots
-        twice = [seq_id for seq_id, count in self.trained.items() if count > 1]
-        assert not twice, f"trained twice: {twice}"
-        ends = [*((seq_id, TRAINED) for seq_id in self.trained), *self.dead, *self.dropped]
+        lots, ends = self._lots, self._ends
+        assert not self.twice, f"trained twice: {self.twice}"
         wrong = Counter(ends) - Counter(lots.items())
         missing = Counter(lots.items()) - Counter(ends)
         assert not wrong, f"ended wrongly: {dict(wrong)}; instead of {dict(missing)}"
         assert not missing, f"never ended: {dict(missing)}"
+
+    @property
+    def twice(self) -> list[str]:
+        """Sequences that were trained more than once."""
+        return [seq_id for seq_id, count in self.trained.items() if count > 1]
+
+    @property
+    def lost(self) -> set[str]:
+        """Sequences that ended in no way at all."""
+        return self._lots.keys() - {seq_id for seq_id, _ in self._ends}
+
+    @property
+    def _ends(self) -> list[tuple[str, str]]:
+        return [*((seq_id, TRAINED) for seq_id in self.trained), *self.dead, *self.dropped]
 
     def assert_the_counts_agree(self) -> None:
         """enqueued = trained + dead + dropped, in the broker as in the files."""
@@ -114,6 +126,8 @@ class Verdict:
         end, run = self.end, self._run
         return {
             "sequences": {"enqueued": end.enqueued, "trained": end.trained, "dead": end.dead, "dropped": end.dropped},
+            "lost": len(self.lost),
+            "twice": len(self.twice),
             "dead": dict(sorted(Counter(reason for _, reason in self.dead).items())),
             "versions": end.latest_version,
             "redelivered_jobs": end.redelivered_jobs,
