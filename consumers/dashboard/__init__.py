@@ -4,9 +4,9 @@
                                         ▲   └────▶ Live fragments ──/events─▲ │
     history ── reader, index, curves ───┘   └────▶ JSON of curves ──/curves─┘ uPlot
 
-- `app`: the process and its middleware; `auth`: who has access; `monitor`: the newest state of the run.
+- `app`: the process, its middleware, and who has access; `monitor`: the newest state of the run.
 - Pages: `overview`, `sequences` (with `tokens`, `outcome` and `picture`), `jobs`, `workers`, `dead_letters`,
-  `runs`. `render` and `formats` build them and keep them fresh; static/charts.js draws curves.
+  `runs` (also of a fleet). `render` builds them and keeps them fresh; static/charts.js draws curves.
 - Read-only, unless actions are allowed; then dead letters can be replayed and dropped.
 - Nothing is loaded from another host, no script or style is inline, and every page works without scripts.
 - Displayed ids, texts and tracebacks come from others: they are escaped, bounded, and never trusted.

@@ -22,10 +22,9 @@ from typing import Any, Literal, NamedTuple
 from fastapi import APIRouter, Request, Response
 from redis.exceptions import RedisError
 
-from sluice.consumers.dashboard.formats import query
 from sluice.consumers.dashboard.monitor import Monitor, monitor_of
 from sluice.consumers.dashboard.overview import Keeper, charts_json, points
-from sluice.consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, render
+from sluice.consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, query, render
 from sluice.consumers.dashboard.sequences import truth_text
 from sluice.consumers.history.curves import Chart, line
 from sluice.consumers.history.index import Context, HistoryIndex

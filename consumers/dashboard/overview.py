@@ -15,9 +15,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from sluice.consumers.dashboard.formats import NOTHING, figure, rate, span
 from sluice.consumers.dashboard.monitor import Monitor, monitor_of
-from sluice.consumers.dashboard.render import live, render
+from sluice.consumers.dashboard.render import NOTHING, figure, live, rate, render, span
 from sluice.consumers.history.curves import Chart
 from sluice.pipeline.status.descriptions import (
     StageText,

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from sluice.consumers.dashboard.formats import visible
 from sluice.consumers.dashboard.outcome import Pair
+from sluice.consumers.dashboard.render import visible
 from sluice.consumers.tasks.detection.geometry import MAX_COORD, Box
 from sluice.pipeline.config.types import Config, ImagesConfig
 from sluice.pipeline.errors import RequestError

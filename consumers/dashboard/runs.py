@@ -5,6 +5,7 @@
 - A run is a directory with metrics.jsonl or config.resolved.yaml; a named directory is a run, or holds some.
 - Only runs of the table can be asked for: an address holds names, never paths.
 - The configuration is a searchable table, without secrets.
+- The runs of a fleet (`worker.runs`) have a page too: what each does, what it got of the workers, what blocks it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import os
 import stat
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,12 +23,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 import yaml
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, HTTPException, Request, Response
 
-from sluice.consumers.dashboard.formats import query
 from sluice.consumers.dashboard.monitor import Monitor, monitor_of
 from sluice.consumers.dashboard.overview import charts_json, points
-from sluice.consumers.dashboard.render import clean, render
+from sluice.consumers.dashboard.render import clean, query, render
 from sluice.consumers.history.curves import Change, Chart, RunCurves, Step, overlaid
 from sluice.consumers.history.index import NAME as INDEX
 from sluice.consumers.history.index import HistoryIndex
@@ -36,6 +37,8 @@ from sluice.pipeline.config.load import RESOLVED, hide_password
 from sluice.pipeline.config.run_origin import placed
 from sluice.pipeline.errors import ConfigError, DataError
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.status import fleet
+from sluice.pipeline.status.descriptions import condition, stall_text
 from sluice.pipeline.status.run_end import END, RunEnd, read_end
 from sluice.pipeline.weights.versions import newest_number
 
@@ -293,3 +296,70 @@ def _shown(value: Any) -> str:
 
 def _fits(one: Setting, text: str) -> bool:
     return text in one.key.lower() or text in one.value.lower()
+
+
+_LOOKED_S = 1.5  # how often the runs are looked at, however many browsers ask
+
+
+class FleetLooks:
+    """The newest look at all runs, and tokens/s since the one before."""
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._lock = config, asyncio.Lock()
+        self._looks: list[fleet.RunLook] = []
+        self._at = float("-inf")
+        self._tokens: dict[str, tuple[float, int]] = {}  # run -> Unix s of its broker, tokens
+        self._rates: dict[str, float] = {}
+
+    async def newest(self) -> tuple[list[fleet.RunLook], dict[str, float]]:
+        """Every run, and tokens/s by run."""
+        async with self._lock:
+            if time.monotonic() - self._at > _LOOKED_S:
+                self._looks = await fleet.look(self._config)
+                self._at = time.monotonic()
+                for each in self._looks:
+                    self._count(each)
+            return self._looks, self._rates
+
+    def _count(self, each: fleet.RunLook) -> None:
+        if (now := each.now) is None:
+            self._rates.pop(each.name, None)
+            return
+        at, tokens = self._tokens.get(each.name, (now.at, now.tokens))
+        if now.at > at:
+            self._rates[each.name] = max(0.0, (now.tokens - tokens) / (now.at - at))
+        self._tokens[each.name] = now.at, now.tokens
+
+
+@router.get("/fleet")
+async def fleet_page(request: Request) -> Response:
+    """The table of a fleet."""
+    return render(request, "fleet.html.j2", **await _fleet_parts(request))
+
+
+@router.get("/fleet/live")
+async def fleet_live(request: Request) -> Response:
+    """The table of a fleet alone, for the page that is open."""
+    return render(request, "fleet_live.html.j2", **await _fleet_parts(request))
+
+
+async def _fleet_parts(request: Request) -> dict[str, Any]:
+    looks: FleetLooks | None = getattr(request.app.state, "fleet", None)
+    if looks is None:
+        raise HTTPException(404, "This dashboard shows one run; `sluice dashboard -c FLEET.yaml` shows a fleet.")
+    found, rates = await looks.newest()
+    total = sum(rates.values())
+    return {
+        "lines": [
+            {
+                "look": each,
+                "now": each.now,
+                "condition": each.now and condition(each.now),
+                "rate": rates.get(each.name),
+                "share": rates[each.name] / total if total and each.name in rates else None,
+                "workers": each.now and fleet.workers(each.now),
+                "stalls": [stall_text(each.now, one).says for one in each.now.stalls if one.blocks] if each.now else [],
+            }
+            for each in found
+        ]
+    }

@@ -26,11 +26,10 @@ from urllib.parse import urlencode
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from sluice.consumers.dashboard.formats import query, url
 from sluice.consumers.dashboard.monitor import Monitor, monitor_of
 from sluice.consumers.dashboard.outcome import BusyError, Detection, Failed, Outcome, TaskRunner, outcome, runner_of
 from sluice.consumers.dashboard.picture import Drawing, drawing, read_picture, sources_of
-from sluice.consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, render
+from sluice.consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, query, render, url
 from sluice.consumers.dashboard.tokens import (
     COLOURINGS,
     KINDS,

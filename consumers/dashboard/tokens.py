@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, Literal
 
-from sluice.consumers.dashboard.formats import token_text, visible
+from sluice.consumers.dashboard.render import token_text, visible
 from sluice.consumers.history.records import Trained
 from sluice.consumers.tasks.segments import Segment
 from sluice.consumers.tasks.task import TextCodec

@@ -2,8 +2,9 @@
 
 - loss = Σ w·CE / Σ w + Σ geometry / boxes + the policy loss (policy/loss.py), with sums over the whole optimiser batch,
   so the split into micro-batches doesn't change it. A sample may contribute to any of the three terms.
-- With `trainer.minibatches` each part of the batch is an optimiser batch. The record has the same means over all of
-  them: each part weighs as much as it has tokens, boxes or sequences.
+- With `trainer.minibatches` each part of the batch is an optimiser batch. A step of the session, its record, checkpoint
+  and version stay those of the whole batch: what counts steps or staleness doesn't see the parts. The record has the
+  same means over all of them: each part weighs as much as it has tokens, boxes or sequences.
 - On several ranks each sample is trained by one of them, and all sums are over all ranks.
 - Needs no broker and no session: benchmarks and tests train with it directly.
 """
@@ -25,7 +26,6 @@ from sluice.consumers.training.model import freeze_vision
 from sluice.consumers.training.optimizer import learning_rate, make_optimizer
 from sluice.consumers.training.policy.dpo import PairTerm
 from sluice.consumers.training.policy.loss import PolicyTerm, batch_normalised, temperature_rows
-from sluice.consumers.training.policy.minibatches import minibatches
 from sluice.consumers.training.policy.surrogate import load_surrogate
 from sluice.consumers.training.ranks.group import Ranks
 from sluice.consumers.training.row_logits import RowLogits
@@ -296,3 +296,27 @@ def _weight(samples: Sequence[TrainingSample]) -> float:
 
 def _boxes(samples: Sequence[TrainingSample]) -> int:
     return max(1, sum(len(sample.geometry) for sample in samples))
+
+
+def minibatches(samples: Sequence[TrainingSample], count: int) -> list[list[TrainingSample]]:
+    """`count` parts of about as many samples each; one for each group if there are fewer groups.
+
+    The samples of a group stay together, and the order is that of the batch, so a redone step makes the same parts.
+    """
+    if count == 1:
+        return [list(samples)]
+    groups: dict[str, list[TrainingSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, []).append(sample)
+    count = min(count, len(groups))
+    parts: list[list[TrainingSample]] = []
+    before = 0
+    for number, group in enumerate(groups.values()):
+        part = ((2 * before + len(group)) * count - 1) // (2 * len(samples))  # that of the group's middle
+        # With groups of very different sizes: no part stays empty, neither before this one nor after the last group.
+        part = max(min(part, len(parts)), count - len(groups) + number)
+        if part == len(parts):
+            parts.append([])
+        parts[part] += group
+        before += len(group)
+    return parts

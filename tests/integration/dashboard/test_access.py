@@ -6,7 +6,7 @@ import base64
 
 import pytest
 
-from sluice.consumers.dashboard.auth import check_host
+from sluice.consumers.dashboard.app import check_host
 from sluice.pipeline.config.types import DashboardConfig
 from sluice.pipeline.errors import ConfigError
 from tests.dashboard_site import Site

@@ -13,9 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.consumers.evaluation.answers import Answer, Answers, evaluations, prune, read_answers, summary
+from sluice.consumers.evaluation.answers import (
+    Answer,
+    Answers,
+    bootstrap,
+    evaluations,
+    interval,
+    pass_at_k,
+    prune,
+    read_answers,
+    summary,
+    wilson,
+)
 from sluice.consumers.evaluation.results import Result, Results
-from sluice.consumers.evaluation.statistics import bootstrap, interval, pass_at_k, wilson
 from sluice.pipeline.config.types import EvalConfig
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.status.evaluation import best_of

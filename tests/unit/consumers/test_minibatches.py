@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from sluice.consumers.training.policy.loss import batch_normalised
-from sluice.consumers.training.policy.minibatches import minibatches
-from sluice.consumers.training.step import TrainStep
+from sluice.consumers.training.step import TrainStep, minibatches
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs

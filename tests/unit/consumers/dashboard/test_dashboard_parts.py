@@ -14,7 +14,7 @@ import pytest
 from fastapi import HTTPException
 from redis.asyncio import Redis
 
-from sluice.consumers.dashboard import formats
+from sluice.consumers.dashboard import render
 from sluice.consumers.dashboard.app import make_app
 from sluice.consumers.dashboard.dead_letters import Reasons, in_time
 from sluice.consumers.dashboard.monitor import Monitor
@@ -34,7 +34,7 @@ from sluice.pipeline.wire.messages import DeadLetter
     [(0, "0"), (3.0, "3"), (1234567.0, "1,234,567"), (0.25, "0.25"), (1.5e-7, "1.5e-07"), (12345.6, "12,346")],
 )
 def test_a_metric_is_short(value: float, shown: str) -> None:
-    assert formats.figure(value) == shown
+    assert render.figure(value) == shown
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_metric_is_short(value: float, shown: str) -> None:
     [(None, "–"), (0, "0.0 s"), (0.0364, "36 ms"), (0.144, "0.14 s"), (3.21, "3.2 s"), (300.0, "5 min")],
 )
 def test_a_short_time_has_digits_that_tell(seconds: float | None, shown: str) -> None:
-    assert formats.span(seconds) == shown
+    assert render.span(seconds) == shown
 
 
 @pytest.mark.parametrize(
@@ -50,16 +50,16 @@ def test_a_short_time_has_digits_that_tell(seconds: float | None, shown: str) ->
     [(None, "–"), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5e15, "4547.5 TiB")],
 )
 def test_bytes_have_a_unit(value: float | None, shown: str) -> None:
-    assert formats.size(value) == shown
+    assert render.size(value) == shown
 
 
 def test_a_sentence_begins_with_a_capital_unless_it_begins_with_a_name() -> None:
-    assert formats.sentence("no worker is alive, start `sluice worker`") == [
+    assert render.sentence("no worker is alive, start `sluice worker`") == [
         "No worker is alive, start ",
         "sluice worker",
         ".",
     ]
-    assert formats.sentence("worker-0 is working.") == ["worker-0 is working."]
+    assert render.sentence("worker-0 is working.") == ["worker-0 is working."]
 
 
 def test_what_is_read_aloud_changes_with_the_kinds_of_the_stalls_alone() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.consumers.dashboard.formats import block, pretty, token_text, visible
+from sluice.consumers.dashboard.render import block, pretty, token_text, visible
 from sluice.consumers.dashboard.sequences import Asked, clean, plain, truth_text
 from sluice.consumers.history.index import SORTS
 from sluice.consumers.history.records import SequenceFilter
