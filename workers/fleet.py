@@ -284,8 +284,8 @@ class FleetWorker:
     async def _start(self) -> RoutedBackend:
         """The engine, while the loops say what they wait for."""
         await import_engines(self._fleet.worker)
-        from sluice.workers.adapters import load_adapters
         from sluice.workers.engine.backends import make_backend
+        from sluice.workers.weights_watch import load_adapters
 
         fleet = self._fleet
         engine = make_backend(

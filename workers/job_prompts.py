@@ -20,8 +20,7 @@ from sluice.pipeline.images.store import ImageStore, admit_images
 from sluice.pipeline.prompts.admission import Limits, admit_prompt
 from sluice.pipeline.thread_pool import ThreadPool
 from sluice.pipeline.wire.messages import DecodeJob
-from sluice.workers.engine.contracts import EngineFacts
-from sluice.workers.engine.limits import fit_prompt
+from sluice.workers.engine.contracts import EngineFacts, fit_prompt
 from sluice.workers.engine.prompts import Prompts
 
 _RENDERERS = 2  # the engine needs the other cores

@@ -41,10 +41,10 @@ async def work(config: Config, stop: asyncio.Event | None = None) -> None:
 async def serve(role: Role) -> None:
     """Load the engine and serve the queue."""
     await import_engines(role.config.worker)
-    from sluice.workers.adapters import load_adapters, room_of
     from sluice.workers.decode_worker import DecodeWorker
     from sluice.workers.engine.backends import make_backend
     from sluice.workers.job_prompts import JobPrompts
+    from sluice.workers.weights_watch import load_adapters, room_of
 
     role.start.ended("import")
     config = role.config

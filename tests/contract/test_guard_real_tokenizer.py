@@ -11,8 +11,7 @@ import pytest
 
 from sluice.pipeline.config.types import RepeatTerminateConfig
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
-from sluice.workers.engine.backends import RoutedBackend
-from sluice.workers.engine.guard_proof import breaking_tokens
+from sluice.workers.engine.backends import RoutedBackend, breaking_tokens
 from sluice.workers.guard.repeat import RepeatTrigger
 from tests.contract.engine_fixtures import request
 from tests.contract.guard_fixtures import ARMED, BLOCK, RUN, decoded, ending, guarded_engine, looping

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from sluice.pipeline import logs
 from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, WorkerConfig
 from sluice.pipeline.errors import ConfigError, EngineError, RequestError
-from sluice.workers.engine.backends import RoutedBackend, make_backend
-from sluice.workers.engine.guard_proof import prove_guard
+from sluice.workers.engine.backends import RoutedBackend, make_backend, prove_guard
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import request
 from tests.contract.vllm_fixtures import cores, vllm_options

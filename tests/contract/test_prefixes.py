@@ -15,8 +15,8 @@ from sluice.pipeline.config.types import ModelConfig
 from sluice.workers.engine.adapters import Policy
 from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
 from sluice.workers.engine.hf import HfBackend
+from sluice.workers.engine.hf.cache import BLOCK, PrefixCache
 from sluice.workers.engine.hf.model import load_model
-from sluice.workers.engine.hf.prefixes import BLOCK, PrefixCache
 from sluice.workers.engine.vllm import VllmBackend
 from tests.contract.engine_fixtures import (
     decode_all,
@@ -208,7 +208,7 @@ def test_the_bound_holds_and_the_least_recently_used_goes() -> None:
 
 
 def test_equal_hashes_are_no_equal_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.workers.engine.hf.prefixes._hashes", lambda ids: iter([1] * (len(ids) // BLOCK)))
+    monkeypatch.setattr("sluice.workers.engine.hf.cache._hashes", lambda ids: iter([1] * (len(ids) // BLOCK)))
     cache, policy = PrefixCache(1 << 20), Policy(1)
     cache.keep(list(range(32)), [(torch.zeros(1, 32, 2), torch.zeros(1, 32, 2))], policy)
     assert cache.longest(list(range(1, 40)), policy) is None

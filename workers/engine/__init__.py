@@ -6,9 +6,9 @@
               hf: DecodeThread ─ Decoder ─ DecodeCache        vllm: AsyncLLM, its core in another process
                                      └────── RunningSequence ──────┘
 ```
-- Before decoding: `prompts` (messages to ids), `preprocess` (images), `limits` (what an engine can decode whole).
+- Before decoding: `prompts` (messages to ids), `preprocess` (images), `contracts` (what an engine can decode whole).
 - While decoding: `running` (one sequence and its stop policy), `sampling`, `plugins`.
-- On disk: `weight_files` and `workers/model_files`. Before serving: `guard_proof`.
+- On disk: `weight_files` and `workers/model_files`. Before serving: `backends` proves the guard.
 - Entry points without a queue: `generation_engine` and its `requests`, `local`.
 
 The names below belong to the offline engine; they are imported on first use, because torch is slow to load.

@@ -33,8 +33,7 @@ from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.pipeline.thread_pool import ThreadPool
 from sluice.pipeline.wire.messages import ImageRef
 from sluice.workers.engine.backends import BACKENDS, make_backend
-from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
-from sluice.workers.engine.limits import fit_prompt
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, fit_prompt
 from sluice.workers.engine.plugins import GenerationPlugin, check_plugins
 from sluice.workers.engine.prompts import Prompts
 from sluice.workers.engine.requests import (

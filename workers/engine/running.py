@@ -19,8 +19,7 @@ from sluice.pipeline.errors import EngineError
 from sluice.pipeline.wire.messages import Progress
 from sluice.pipeline.wire.sampled_tokens import Place, Ranked, SampledTokens
 from sluice.workers.engine.constraints import Constraint, Grammars, Narrowed
-from sluice.workers.engine.contracts import DecodeEnding, EngineFacts, SequenceOutput, SequenceRequest
-from sluice.workers.engine.limits import check_request
+from sluice.workers.engine.contracts import DecodeEnding, EngineFacts, SequenceOutput, SequenceRequest, check_request
 from sluice.workers.guard.repeat import RepeatTrigger
 
 StopReason = str | int | None

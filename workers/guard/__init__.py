@@ -7,10 +7,10 @@
      vLLM, V1 runner and Model Runner V2: Watch by slot ──────┘      (ours: a reserved id, read back with its rule)
 ```
 
-- `repeat`, `object_keys` and `rules` are pure and torch-free; `settings` reads and checks the subtree.
+- `repeat`, `object_keys` and `rules` are torch-free; `rules` also reads and checks the subtree.
 - `watch` follows one sequence and forces its end; `requests` is what a vLLM request tells the guard; `vllm_runners`
   adapts it to vLLM's two model runners.
 - A stock `vllm serve --logits-processors` loads `vllm:RepeatTerminate`.
-- `replay` tries thresholds on decoded rows. After every start, workers/engine/guard_proof.py proves that the loaded
+- `replay` tries thresholds on decoded rows. After every start, workers/engine/backends.py proves that the loaded
   guard fires.
 """

@@ -26,8 +26,7 @@ from sluice.pipeline.prompts.rows import Malformed, is_parquet, read_rows
 from sluice.pipeline.terminal import json_line
 from sluice.pipeline.wire.messages import FinishReason
 from sluice.workers.guard.repeat import Rule
-from sluice.workers.guard.rules import GuardRules
-from sluice.workers.guard.settings import subtree
+from sluice.workers.guard.rules import GuardRules, subtree
 
 CUT_BEFORE: FinishReason = "repeat_terminated"
 HEALTHY: FinishReason = "stop"

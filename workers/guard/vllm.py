@@ -19,9 +19,8 @@ from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2Interface
 
 from sluice.pipeline.errors import ConfigError, GuardRefused
-from sluice.workers.guard import settings
 from sluice.workers.guard.requests import ADDITIONAL, EXTRA, GuardArguments, GuardRequests
-from sluice.workers.guard.rules import GuardRules
+from sluice.workers.guard.rules import GuardRules, from_environment
 from sluice.workers.guard.vllm_runners import V1Rows, V2Slots, check_interfaces
 from sluice.workers.model_files import eos_token_ids
 
@@ -102,7 +101,7 @@ class RepeatTerminate(WorkerRepeatTerminate):
             raise ValueError(f"{refused[0]}: this server ends loops by EOS (repeat_terminate); leave {refused[0]} out")
 
     def _made(self, vllm_config: Any) -> GuardRequests | None:
-        config = settings.from_environment()
+        config = from_environment()
         if config is None:
             _log.info("repeat_terminate is switched off in this server's environment")
             return None
@@ -125,6 +124,6 @@ class RepeatTerminate(WorkerRepeatTerminate):
 def _is_switched_on() -> bool:
     """As of server start; a file removed since then is not the client's fault."""
     try:
-        return settings.from_environment() is not None
+        return from_environment() is not None
     except ConfigError:
         return True

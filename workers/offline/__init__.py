@@ -6,7 +6,8 @@
               scan: count, digest, malformed rows        header: what the run was started with
 ```
 
-- `cli` defines the options, `settings` checks them and makes plugins, `run` goes from start to exit code.
+- `cli` defines the options, `settings` checks them and makes plugins, `run` goes from start to exit code, with the
+  progress bar and the summary.
 - `prompt_file` is the input, `answers` the output; `sinks` are the part file and standard output, plus the error
-  tally; `progress` is the progress bar and the summary.
+  tally.
 """

@@ -30,8 +30,8 @@ _SETTABLE = ("model.", "worker.vllm.", f"{_GUARD}.", "images.")
 _OF_THE_QUEUE = {"model.path", "images.store", "images.store_mb"}
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq")
 KNOWN = {
-    "balanced_json": "sluice.workers.engine.plugins.balanced_json:BalancedJsonStop",
-    "duplicate_objects": "sluice.workers.engine.plugins.duplicate_objects:DuplicateObjectSuppression",
+    "balanced_json": "sluice.workers.engine.plugins.json_objects:BalancedJsonStop",
+    "duplicate_objects": "sluice.workers.engine.plugins.json_objects:DuplicateObjectSuppression",
 }
 _HOOKS: dict[str, frozenset[Hook]] = {"hf": frozenset({"stopping_criteria", "logits_processor"}), "vllm": frozenset()}
 

@@ -23,13 +23,12 @@ from sluice.pipeline.queue.scores import refusal
 from sluice.pipeline.weights.carriers import carrier_of
 from sluice.pipeline.wire.messages import REFERENCE_DIRECTORY, ScoreJob, ScoreResult, WeightVersion
 from sluice.pipeline.wire.tokens import FloatArray
-from sluice.workers.engine.contracts import EngineFacts
+from sluice.workers.engine.contracts import EngineFacts, check_token_ids
 from sluice.workers.engine.hf.model import load_model
 from sluice.workers.engine.hf.passes import token_logprobs
 from sluice.workers.engine.hf.proof import prove
 from sluice.workers.engine.hf.vision import image_logprobs
 from sluice.workers.engine.hf.weights import Weights
-from sluice.workers.engine.limits import check_token_ids
 from sluice.workers.weights_watch import probe_of
 
 _WRITTEN = -1  # no token's id

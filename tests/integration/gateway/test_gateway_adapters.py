@@ -17,8 +17,8 @@ from sluice.consumers.training.model import write_model
 from sluice.pipeline.config.types import BrokerConfig, Config, LoraConfig
 from sluice.pipeline.errors import ModelError
 from sluice.pipeline.wire.keys import Keys
-from sluice.workers.adapters import load_adapters, room_of
 from sluice.workers.engine.hf import HfBackend
+from sluice.workers.weights_watch import load_adapters, room_of
 from tests.contract.engine_fixtures import reference, reference_logprobs, started
 from tests.integration.gateway.harness import USER, serving
 from tests.roles import run_config

@@ -3,7 +3,7 @@
 - Rows of the batch, the cache and the sampling table have the same order.
 - A row's first token comes from its prefill; a row that ends there never enters the batch.
 - Equal contexts are prefilled once. A prompt with images is prefilled alone.
-- A prompt that begins with a kept sequence (prefixes.py) is prefilled from there on.
+- A prompt that begins with a kept sequence (cache.py) is prefilled from there on.
 - New weights: every running row is prefilled again, because a cache must not outlive its weights, at the swap or before
   it (`standby`). The same pass scores the tokens sampled under the previous version: their proximal logprobs.
 - Where the user accepts stale caches (`EngineFacts.keeps_cache`), running rows go on over theirs instead, unscored.
@@ -23,7 +23,7 @@ from sluice.pipeline.wire.sampled_tokens import Place, Ranked
 from sluice.workers.engine.adapters import OWN, Policies, Policy
 from sluice.workers.engine.constraints import NO_TOKEN
 from sluice.workers.engine.hf.adapters import Lora
-from sluice.workers.engine.hf.cache import DecodeCache, PrefillCache
+from sluice.workers.engine.hf.cache import DecodeCache, PrefillCache, Prefix, PrefixCache
 from sluice.workers.engine.hf.model import LoadedModel
 from sluice.workers.engine.hf.passes import (
     forward,
@@ -33,7 +33,6 @@ from sluice.workers.engine.hf.passes import (
     prompt_ranked,
     summed_logprob,
 )
-from sluice.workers.engine.hf.prefixes import Prefix, PrefixCache
 from sluice.workers.engine.hf.rows import Row
 from sluice.workers.engine.hf.standby import Context, Slice
 from sluice.workers.engine.hf.vision import prefill_image

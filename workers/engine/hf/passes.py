@@ -14,9 +14,9 @@ from transformers import Cache
 
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.wire.sampled_tokens import Place, Ranked
+from sluice.workers.engine.contracts import check_token_ids
 from sluice.workers.engine.hf.cache import PrefillCache
 from sluice.workers.engine.hf.model import LoadedModel
-from sluice.workers.engine.limits import check_token_ids
 from sluice.workers.engine.sampling import places_of
 
 SCORED_LOGITS = 1 << 26

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from sluice.workers.engine.plugins.base import GenerationPlugin, TextWindow, check_plugins, decoder
 
 if TYPE_CHECKING:
-    from sluice.workers.engine.plugins.balanced_json import BalancedJsonStop
-    from sluice.workers.engine.plugins.duplicate_objects import DuplicateObjectSuppression
+    from sluice.workers.engine.plugins.json_objects import BalancedJsonStop, DuplicateObjectSuppression
 
-_HOMES = {"BalancedJsonStop": "balanced_json", "DuplicateObjectSuppression": "duplicate_objects"}
+_HOMES = {"BalancedJsonStop": "json_objects", "DuplicateObjectSuppression": "json_objects"}
 
 __all__ = [
     "BalancedJsonStop",

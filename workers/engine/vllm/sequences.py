@@ -29,8 +29,7 @@ from sluice.pipeline.errors import EngineError, RequestError, SluiceError, TornW
 from sluice.pipeline.wire.sampled_tokens import Place, Ranked
 from sluice.workers.engine.adapters import OWN, Policies, Policy
 from sluice.workers.engine.constraints import Constraint, Grammars
-from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
-from sluice.workers.engine.limits import check_token_ids
+from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest, check_token_ids
 from sluice.workers.engine.plugins.base import check_plugins
 from sluice.workers.engine.running import RunningSequence
 from sluice.workers.engine.vllm.guard import CoreGuard

@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sluice.pipeline.config.types import RepeatTerminateConfig
-from sluice.workers.engine.guard_proof import breaking_tokens
+from sluice.workers.engine.backends import breaking_tokens
 from sluice.workers.guard.object_keys import ObjectKeys
 from sluice.workers.guard.rules import GuardRules
 

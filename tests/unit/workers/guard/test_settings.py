@@ -10,7 +10,7 @@ import pytest
 
 from sluice.pipeline.config.types import RepeatTerminateConfig
 from sluice.pipeline.errors import ConfigError
-from sluice.workers.guard.settings import JSON, JSON_PATH, SWITCH, from_environment, subtree
+from sluice.workers.guard.rules import JSON, JSON_PATH, SWITCH, from_environment, subtree
 
 TREE: dict[str, Any] = {
     "enabled": True,

@@ -14,8 +14,7 @@ from sluice.pipeline.errors import ConfigError, EngineError
 from sluice.workers.guard.object_keys import ObjectKeys
 from sluice.workers.guard.repeat import RepeatTrigger
 from sluice.workers.guard.requests import ADDITIONAL, EXTRA, GuardArguments
-from sluice.workers.guard.rules import GuardRules
-from sluice.workers.guard.settings import JSON, SWITCH
+from sluice.workers.guard.rules import JSON, SWITCH, GuardRules
 from tests.loop_models import LoopModel, in_lower_case, save_loop_model
 from tests.merged_tokenizers import qwen_like
 from tests.unit.workers.guard.slots import Request, changed_rows, context, request_state

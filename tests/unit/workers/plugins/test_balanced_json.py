@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.pipeline.errors import EngineError
-from sluice.workers.engine.plugins.balanced_json import BalancedJsonStop
 from sluice.workers.engine.plugins.base import check_plugins
+from sluice.workers.engine.plugins.json_objects import BalancedJsonStop
 from tests.unit.workers.plugins.vocabularies import KINDS, grown, spell, tokenizer_of
 
 TEXTS = st.text(st.one_of(st.sampled_from('{}[]"\\/ua:,é東🙂\n'), st.characters(codec="utf-8")), max_size=8)

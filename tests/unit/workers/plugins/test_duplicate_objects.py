@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sluice.consumers.tasks.codec import coord_token
 from sluice.pipeline.errors import EngineError
 from sluice.workers.engine.plugins.base import check_plugins
-from sluice.workers.engine.plugins.duplicate_objects import ClosingTokens, DuplicateObjectSuppression
+from sluice.workers.engine.plugins.json_objects import ClosingTokens, DuplicateObjectSuppression
 from tests.unit.workers.plugins.repeats import num_repeats
 from tests.unit.workers.plugins.vocabularies import KINDS, grown, spell, tokenizer_of
 

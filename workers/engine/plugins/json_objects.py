@@ -1,4 +1,11 @@
-"""Keeps a sequence from writing a JSON object it has already written.
+"""Plugins for answers in JSON: one ends a sequence where its first value closes, one keeps it from repeating an object.
+
+- `JsonScanner` tracks brackets and strings in text that arrives in pieces; it interprets nothing. A value begins at an
+  opening bracket outside any value; characters before it, even quotes, are skipped. Brackets inside strings don't
+  count; an escape may be split anywhere between two pieces. A closing bracket that doesn't match the innermost open one
+  is skipped, as in text that isn't JSON.
+
+No object a second time:
 
     text ─▶ ObjectLog: objects so far, each with its siblings ─┐
     vocabulary ─▶ ClosingTokens: tokens that can close one ────┴─▶ few tokens are tried; repeats get -inf
@@ -15,15 +22,76 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Container, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StoppingCriteria
 
 from sluice.pipeline.errors import EngineError
 from sluice.workers.engine.plugins.base import BROKEN, GenerationPlugin, TextWindow, decoder
-from sluice.workers.engine.plugins.json_scanner import JsonScanner, squeeze
+
+Mark = Literal["outside", "open", "close", "space", "text"]
+"""What a character is: outside of any value; a bracket that opens or closes; white space between the parts of a
+value; any other character of a value, that is, of its strings, numbers, names and punctuation."""
+
+BRACKETS = "{["
+SPACE = " \t\n\r"  # all that JSON allows between its parts
+_PAIRS = {"}": "{", "]": "["}
+_WITHOUT_SPACE = str.maketrans("", "", SPACE)
+
+
+def squeeze(text: str) -> str:
+    """The text without JSON's white space, including inside strings."""
+    return text.translate(_WITHOUT_SPACE)
+
+
+class JsonScanner:
+    """`open` holds the open brackets, outermost first; `begins` those that may begin a value."""
+
+    __slots__ = ("_escaped", "_in_string", "begins", "open")
+
+    def __init__(self, begins: str = BRACKETS) -> None:
+        self.begins = begins
+        self.open: list[str] = []
+        self._in_string = False
+        self._escaped = False
+
+    def push(self, char: str) -> Mark:
+        """Take the next character."""
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == '"':
+                self._in_string = False
+            return "text"
+        if char in (BRACKETS if self.open else self.begins):
+            self.open.append(char)
+            return "open"
+        if not self.open:
+            return "outside"
+        if _PAIRS.get(char) == self.open[-1]:
+            self.open.pop()
+            return "close"
+        self._in_string = char == '"'
+        return "space" if char in SPACE else "text"
+
+    def end_of_value(self, text: str) -> int | None:
+        """Take a piece up to the bracket that closes a value; returns the length up to there, None if none closes."""
+        for index, char in enumerate(text):
+            if self.push(char) == "close" and not self.open:
+                return index + 1
+        return None
+
+    def fork(self) -> JsonScanner:
+        """A scanner in the same state, for trying out a text."""
+        other = JsonScanner(self.begins)
+        other.open = self.open.copy()
+        other._in_string, other._escaped = self._in_string, self._escaped
+        return other
+
 
 Tokens = dict[str, list[int]]  # text of a token up to one of its closing braces -> tokens that begin with it
 _cache: WeakKeyDictionary[Any, ClosingTokens] = WeakKeyDictionary()
@@ -257,3 +325,47 @@ class ObjectLog:
         if start >= num_base:
             return "".join(self._text[start - num_base :])
         return "".join(self._base[start:]) + "".join(self._text)
+
+
+class BalancedJsonStop(GenerationPlugin):
+    """Ends the sequence at the token that closes the first JSON object or array that began in the generated text.
+
+    - Only brackets and strings are tracked: balanced text that isn't JSON, such as `[sic]`, also ends the sequence.
+      `begins="{"` lets only an object begin a value, for answers with brackets in their prose.
+    - Text before the value stays. If a token holds characters after the closing bracket, they stay in `raw_text` and in
+      the tokens; `text` is cut after the bracket.
+    - Special tokens don't count as text. A sequence in which no value closes is left unchanged.
+    """
+
+    name = "balanced_json"
+    backends = frozenset({"hf"})
+    hooks = frozenset({"stopping_criteria"})
+
+    def __init__(self, begins: str = BRACKETS) -> None:
+        """`begins`: `{`, `[` or both. Raises EngineError for anything else."""
+        if not begins or not set(begins) <= set(BRACKETS):
+            raise EngineError(f"plugin {self.name!r}: begins={begins!r}; give '{{', '[' or both")
+        self.begins = begins
+
+    def stopping_criteria(self, prompt_len: int, tokenizer: Any) -> Sequence[StoppingCriteria]:
+        window = TextWindow(prompt_len, decoder(tokenizer, special_tokens=False))
+        return [_ValueCloses(window, JsonScanner(self.begins))]
+
+    def clean_text(self, text: str) -> str:
+        """The text up to the bracket that closes its first value; all of it if none closes."""
+        return text[: JsonScanner(self.begins).end_of_value(text)]
+
+
+class _ValueCloses(StoppingCriteria):
+    """True from the token that closes the first value; reads each token once."""
+
+    def __init__(self, window: TextWindow, scanner: JsonScanner) -> None:
+        self._window = window
+        self._scanner = scanner
+        self._closed = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+        """bool (1,) for `input_ids` (1, prompt + generated)."""
+        text = self._window.take(input_ids)
+        self._closed = self._closed or self._scanner.end_of_value(text) is not None
+        return torch.tensor([self._closed], device=input_ids.device)
