@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,28 @@ def run_config(run: str, url: str) -> Config:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What clients and a broker exchanged."""
+
+    commands: float = 0
+    bytes_in: float = 0  # that the broker received
+    bytes_out: float = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return self._each(operator.add, other)
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return self._each(operator.sub, other)
+
+    def per(self, count: int) -> dict[str, float]:
+        """Of one among so many."""
+        return {name: total / count for name, total in vars(self).items()}
+
+    def _each(self, combine: Callable[[float, float], float], other: Traffic) -> Traffic:
+        return Traffic(*map(combine, vars(self).values(), vars(other).values()))
+
+
+@dataclass(frozen=True)
 class Broker:
     """A client of it, and its address."""
 
@@ -54,6 +77,23 @@ class Broker:
     async def used_bytes(self) -> int:
         """Memory it has allocated."""
         return int((await self.client.info("memory"))["used_memory"])
+
+    async def commands(self) -> int:
+        """How many it has processed so far, of everybody."""
+        return int((await self.client.info("stats"))["total_commands_processed"])
+
+    def url_as(self, name: str) -> str:
+        """Its address for connections that bear this name."""
+        return f"{self.url}?client_name={name}"
+
+    async def traffic(self) -> dict[str, Traffic]:
+        """So far, by the name of the connections that are open now; "" has none. Needs Valkey 8.1 or newer."""
+        found: dict[str, Traffic] = {}
+        for row in await self.client.client_list():
+            name = row["name"]
+            more = Traffic(*(int(row[key]) for key in ("tot-cmds", "tot-net-in", "tot-net-out")))
+            found[name] = found.get(name, Traffic()) + more
+        return found
 
     async def serving(self, run: str) -> list[dict[str, Any]]:
         """The facts of each worker with a loaded engine."""

@@ -233,13 +233,17 @@ def scale(
     count: Annotated[int, Parameter(help="Jobs in the queue, and sequences of the run; at least 1000.")] = 1_000_000,
     workers: Annotated[int, Parameter(help="Simulated workers that lease, and that idle.")] = 100,
     idle_s: Annotated[float, Parameter(help="Seconds to watch the idle workers.")] = 20.0,
+    tokens: Annotated[int, Parameter(help="Tokens of an answer.")] = 2,
+    max_batch: Annotated[int, Parameter(help="Of the worker; 1: no two sequences share a claim or a commit.")] = 256,
+    policy: Annotated[bool, Parameter(negative="", help="Batches bear the sampled tokens, not the truth.")] = False,
 ) -> None:
     """A million queued jobs, a million sequences in one run, a hundred idle workers: which costs stay flat.
 
     Bytes per queued job with credit lifted; then one continuous run through producer, consumer, history and the
     trainer's session, with an engine that only answers and a trainer that only acks: time per sequence at three marks,
-    memory of every role and of the broker; and the broker's share of a core while many workers wait. About half an
-    hour on two cores; --count 10000 takes half a minute and puts the marks at 100, 1,000 and 10,000.
+    memory of every role and of the broker, commands and bytes that each role exchanges with it; and the broker's share
+    of a core while many workers wait. About half an hour on two cores; --count 10000 takes half a minute and puts the
+    marks at 100, 1,000 and 10,000.
 
     Example: `sluice bench scale --count 100000 --json`
     """

@@ -6,6 +6,7 @@
 
 - flow: rows, producer, consumer, history and the trainer's session are the real ones.
 - `us_per_sequence`: mean over the sequences that end at a mark, from trained count to trained count.
+- `traffic`: the roles' connections bear their names, so the broker itself says what each of them cost it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from sluice.pipeline.wire.sampled_tokens import SampledTokens
 from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 
 ANSWER = "7"
+_THOUGHT = ", as seven apples are left of the nine that the shop had in the morning"  # of longer answers
 _QUEUED, _IDLE, _FLOW = "queued", "idle", "scale"  # run names
 _LEASE_S, _EACH, _MOST_DEATHS = 3600.0, 32, 3
 _RENEW_S = 5.0  # of worker.renew_s
@@ -56,8 +58,11 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
     count: int
     workers: int
     idle_s: float
+    tokens: int = 2
+    max_batch: int = 256
+    policy: bool = False
 
-    BOUNDS = {"count": (1000, math.inf)}
+    BOUNDS = {"count": (1000, math.inf), "tokens": (2, 8192)}
 
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
@@ -65,15 +70,16 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     jobs each from that queue. `us_per_sequence`: mean time of the last hundredth of the sequences at each mark, in one
     run. `cpu_us_per_sequence`: CPU time of each role between the last two marks; `cpu_us_at_marks`: over the same
     sequences as `us_per_sequence`. `rss_growth_share`: of each role, from the second mark to the last.
+    `traffic`: commands, and bytes to and from the broker, of each role per sequence between the last two marks.
     `redis_bytes_end`: once the run is over. `idle_broker_share_100_workers`: of one core, by `idle_workers` workers
-    without a job.
+    without a job; `idle_commands_s`: commands per second of one of them.
     """
     async with own_broker(home / "idle") as broker:
         found: dict[str, Any] = await _idle(plan, broker, home)
     async with own_broker(home / "queued", durable=False) as broker:
         found |= await _queued(plan, broker)
     async with own_broker(home / "flow") as broker:
-        return found | await flow(Marks(plan.count), broker, home)
+        return found | await flow(Marks(plan.count), broker, home, plan)
 
 
 async def _queued(plan: Plan, broker: Broker) -> dict[str, float]:
@@ -102,12 +108,13 @@ async def _idle(plan: Plan, broker: Broker, home: Path) -> dict[str, float]:
     """Share of one core that the broker uses."""
     async with Fleet.of_children("idle", home, serve_idle, [broker.url, plan.workers]) as fleet:
         await asyncio.sleep(_SETTLE_S)
-        before = await broker.cpu_s()
+        commands, before = await broker.commands(), await broker.cpu_s()
         await asyncio.sleep(plan.idle_s)
         share = (await broker.cpu_s() - before) / plan.idle_s
+        commands_s = (await broker.commands() - commands) / plan.idle_s / plan.workers
         fleet.check()
-    say(f"{plan.workers} idle workers: {share:.4f} of a core in the broker")
-    return {"idle_broker_share_100_workers": share, "idle_workers": plan.workers}
+    say(f"{plan.workers} idle workers: {share:.4f} of a core in the broker, {commands_s:.2f} commands/s each")
+    return {"idle_broker_share_100_workers": share, "idle_commands_s": commands_s, "idle_workers": plan.workers}
 
 
 async def serve_idle(parent: Parent, url: str, workers: int) -> None:
@@ -161,24 +168,26 @@ class Marks:
         return 1e6 * float(end - begin) / self.span
 
 
-async def flow(marks: Marks, broker: Broker, home: Path) -> dict[str, Any]:
+async def flow(marks: Marks, broker: Broker, home: Path, plan: Plan) -> dict[str, Any]:
     data = home / "rows.jsonl"
     write_rows(data, (f"Say 7, time {number}." for number in range(marks.rows)), ANSWER)
     settings = run_settings(
         _FLOW, demo_model(HOME), f"run_dir={home / 'runs'}", f"data.path={data}",
         f"producer.samples_per_version={marks.batch}", f"producer.max_in_flight={8 * marks.batch}",
-        "producer.max_staleness=2", "worker.max_batch=256", f"worker.keep_result_s={_TOMBSTONE_S}",
+        "producer.max_staleness=2", f"worker.max_batch={plan.max_batch}", f"worker.keep_result_s={_TOMBSTONE_S}",
         "trainer.external=true", "metrics.enabled=false",
+        *(("policy.enabled=true", "policy.advantage=reward") if plan.policy else ()),
     )  # fmt: skip
     start_bytes = await broker.used_bytes()
     async with contextlib.AsyncExitStack() as scope:
         roles = ("producer", "consumer", "worker", "trainer")  # they end the other way round
         fleets = {role: await scope.enter_async_context(Fleet(role, home)) for role in roles}
         watch = _Watch(marks, broker, fleets)
-        await fleets["trainer"].start_child(serve_trainer, [settings], {"REDIS_URL": broker.url})
-        await fleets["worker"].start_child(serve_engine, [settings], {"REDIS_URL": broker.url})
-        await fleets["consumer"].start_role("consume", settings, broker.url)
-        await fleets["producer"].start_role("produce", settings, broker.url)
+        url = {role: broker.url_as(role) for role in roles}
+        await fleets["trainer"].start_child(serve_trainer, [settings], {"REDIS_URL": url["trainer"]})
+        await fleets["worker"].start_child(serve_engine, [settings, plan.tokens], {"REDIS_URL": url["worker"]})
+        await fleets["consumer"].start_role("consume", settings, url["consumer"])
+        await fleets["producer"].start_role("produce", settings, url["producer"])
         await watch.run()
     await _until_expired(broker.client)
     return {**watch.fields(), "redis_bytes_start": start_bytes, "redis_bytes_end": await broker.used_bytes()}
@@ -223,6 +232,7 @@ class _Watch:
                 pids = {role: fleet.processes[0].pid for role, fleet in self._fleets.items()}
                 self._at[mark] = {
                     "cpu_s": used,
+                    "traffic": await self._broker.traffic(),
                     "cpu_us_at_marks": {role: 1e6 * (used[role] - before[role]) / (trained - begun) for role in used},
                     "rss_bytes": {role: memory_bytes("VmRSS", pid, children=False) for role, pid in pids.items()},
                     "redis_bytes": await self._broker.used_bytes(),
@@ -244,12 +254,18 @@ class _Watch:
         us = [self._marks.us_at(mark) for mark in self._marks.marks]
         before, after = self._at[middle], self._at[end]
         cpu_s = {role: used - before["cpu_s"][role] for role, used in after["cpu_s"].items()}
+        spent = {role: traffic - before["traffic"][role] for role, traffic in after["traffic"].items()}
         growth = {role: used / before["rss_bytes"][role] - 1 for role, used in after["rss_bytes"].items()}
         return {
             "us_per_sequence": by_count(dict(zip(self._marks.marks, us, strict=True))),
             "us_ratio": us[-1] / us[0],
             "cpu_us_per_sequence": {role: 1e6 * used / (end - middle) for role, used in cpu_s.items()},
-            **{name: by_count(self._at, lambda at, name=name: at[name]) for name in after if name != "cpu_s"},
+            "traffic": {role: traffic.per(end - middle) for role, traffic in spent.items() if role in self._fleets},
+            **{
+                name: by_count(self._at, lambda at, name=name: at[name])
+                for name in after
+                if name not in ("cpu_s", "traffic")
+            },
             "rss_growth_share": growth,
             "sequences": self._marks.count,
             "run_s": self._marks.seconds,
@@ -288,7 +304,7 @@ async def serve_trainer(_: Parent, settings: list[str]) -> None:
     await asyncio.to_thread(ack_all)
 
 
-async def serve_engine(_: Parent, settings: list[str]) -> None:
+async def serve_engine(_: Parent, settings: list[str], tokens: int) -> None:
     """A decode worker whose engine only answers, until SIGTERM."""
     from sluice.workers.decode_worker import DecodeWorker
     from sluice.workers.job_prompts import JobPrompts
@@ -297,7 +313,7 @@ async def serve_engine(_: Parent, settings: list[str]) -> None:
     async with role_process(config, "worker", default_name("worker")) as role:
         prompts = JobPrompts(config.model, config.images)
         try:
-            await DecodeWorker(role, AnsweringBackend(Path(config.model.path)), prompts).run()
+            await DecodeWorker(role, AnsweringBackend(Path(config.model.path), tokens), prompts).run()
         finally:
             await prompts.close()
 
@@ -309,9 +325,10 @@ class AnsweringBackend:
     versions: Mapping[str, int] = MappingProxyType({"": 0})
     images_processed = 0
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, tokens: int) -> None:
         codec = HFTextCodec(model)
-        self._token_ids = [*codec.encode(ANSWER), codec.eos_token_ids[0]]
+        thought = codec.encode(ANSWER + _THOUGHT * tokens)[: tokens - 1]
+        self._token_ids, self._text = [*thought, codec.eos_token_ids[0]], codec.decode(thought)
         self.facts = EngineFacts(
             name="hf", engine_version="answers", device="cpu", dtype="float32", model=str(model),
             vocab_size=1 << 20, eos_token_ids=tuple(codec.eos_token_ids), context_length=1 << 16,
@@ -322,8 +339,8 @@ class AnsweringBackend:
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
         count = len(self._token_ids)
         sampled = SampledTokens(list(self._token_ids), [-0.5] * count, [0] * count)
-        prompt = request.prompt_token_ids
-        return SequenceOutput(request.seq_key, prompt, sampled, text=ANSWER, raw_text=ANSWER, finish_reason="stop")
+        prompt, text = request.prompt_token_ids, self._text
+        return SequenceOutput(request.seq_key, prompt, sampled, text=text, raw_text=text, finish_reason="stop")
 
     def abort(self, seq_key: str) -> None: ...
 
