@@ -7,7 +7,7 @@ number, unique; otherwise the row's content is its identity), `images`, `metadat
 URL, a `sha256:…` digest, {path, url, sha256}, or {bytes, path} as `datasets` stores images (base64 in JSONL; the path
 is then only a name). Bytes are written below `images.store` and referenced by digest; the workers fetch all others.
 
-Columns of a data set: see `pipeline/prompts/data_sets.py`.
+Columns of a data set: see `pipeline/prompts/rows.py`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,23 @@ import msgspec
 from sluice.pipeline.config.types import Config, DataConfig, ImagesConfig
 from sluice.pipeline.errors import ConfigError, DataError, RequestError
 from sluice.pipeline.images.paths import Roots
-from sluice.pipeline.images.store import describe, find_file
-from sluice.pipeline.images.writer import ImageWriter, admit_bytes, images_of_run
+from sluice.pipeline.images.store import ImageWriter, admit_bytes, describe, find_file, images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.prompts import rows
 from sluice.pipeline.prompts.admission import Limits
-from sluice.pipeline.prompts.data_sets import count_dataset, fingerprint_dataset, is_dataset, read_dataset
-from sluice.pipeline.prompts.rows import MAX_ROW_BYTES, ImageRow, Malformed, RowImage
+from sluice.pipeline.prompts.rows import (
+    MAX_ROW_BYTES,
+    ImageRow,
+    Malformed,
+    RowImage,
+    count_dataset,
+    fingerprint_dataset,
+    is_dataset,
+    read_dataset,
+)
 from sluice.pipeline.queue import Credit
+from sluice.pipeline.queue.types import read_cursor
 from sluice.pipeline.run.preflight import FirstRow, RowsFound
-from sluice.pipeline.run.resume_point import read_cursor
 from sluice.pipeline.run.role import Role
 from sluice.pipeline.wire.codec import shown
 

@@ -21,7 +21,7 @@ from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DataError, RequestError
 from sluice.pipeline.images.paths import SourceUnavailable
-from sluice.pipeline.images.writer import ImageWriter
+from sluice.pipeline.images.store import ImageWriter
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import Credit, JobQueue, Outcome, SourceRewound, StepRow, id_in_step, job_id_for
 from sluice.pipeline.queue.trained import trained_among

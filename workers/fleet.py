@@ -28,7 +28,7 @@ from sluice.pipeline import logs
 from sluice.pipeline.config.run_origin import run_named
 from sluice.pipeline.config.types import Config, FleetRun, MetricsConfig
 from sluice.pipeline.errors import BrokerError, ConfigError, EngineError, SluiceError, as_one, first_cause
-from sluice.pipeline.images.writer import images_of_run
+from sluice.pipeline.images.store import images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.gpu import use_free_gpu
 from sluice.pipeline.run.role import Role, default_name, leave_within, role_process

@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.images.writer import images_of_run
+from sluice.pipeline.images.store import images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import Claim
 from sluice.pipeline.run.gpu import use_free_gpu

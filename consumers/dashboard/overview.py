@@ -32,8 +32,7 @@ from sluice.pipeline.status.run_end import RunEnd
 from sluice.pipeline.status.snapshot import Snapshot, Stall
 from sluice.pipeline.status.stages import Stage, is_optional
 from sluice.pipeline.status.text import counted, length
-from sluice.pipeline.telemetry import run_metrics
-from sluice.pipeline.telemetry.families import CONTENT_TYPE
+from sluice.pipeline.telemetry import families
 
 router = APIRouter()
 _TITLES = {
@@ -257,10 +256,10 @@ live("metrics", "metrics.html.j2", _metrics)
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Run-level metrics of the newest snapshot."""
-    return Response(run_metrics.run_page(monitor_of(request).newest), media_type=CONTENT_TYPE)
+    return Response(families.run_page(monitor_of(request).newest), media_type=families.CONTENT_TYPE)
 
 
 @router.get("/metrics/targets")
 async def targets(request: Request) -> Response:
     """Prometheus' HTTP service discovery."""
-    return JSONResponse(run_metrics.targets(monitor_of(request).newest))
+    return JSONResponse(families.targets(monitor_of(request).newest))

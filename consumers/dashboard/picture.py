@@ -26,8 +26,7 @@ from sluice.consumers.tasks.detection.geometry import MAX_COORD, Box
 from sluice.pipeline.config.types import Config, ImagesConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.paths import Roots
-from sluice.pipeline.images.store import check_digest
-from sluice.pipeline.images.writer import images_of_run
+from sluice.pipeline.images.store import check_digest, images_of_run
 from sluice.pipeline.wire.messages import SequenceResult
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")

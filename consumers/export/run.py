@@ -34,7 +34,7 @@ from sluice.consumers.tasks.task import TextCodec
 from sluice.consumers.training.step_log import read_rollouts
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, DataError, ModelError, RequestError
-from sluice.pipeline.images.writer import images_of_run
+from sluice.pipeline.images.store import images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.messages import SequenceResult, TrainingSample
 

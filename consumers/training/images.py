@@ -34,8 +34,7 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DataError, DeadlineExceeded, RequestError, TaskError
 from sluice.pipeline.images.paths import SourceUnavailable
 from sluice.pipeline.images.processor import ProcessedImage, VisionInputs, VisionProcessor
-from sluice.pipeline.images.store import ImageStore
-from sluice.pipeline.images.writer import images_of_run
+from sluice.pipeline.images.store import ImageStore, images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.messages import ImageRef, TrainingSample
 

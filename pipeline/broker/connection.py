@@ -21,13 +21,13 @@ from redis.exceptions import AuthenticationError, RedisError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from sluice.pipeline.broker.cluster import SlotPrimary
 from sluice.pipeline.broker.retry import (
     TRANSIENT,
     Outage,
     PatientClusterPool,
     PatientPool,
     PatientSentinelPool,
+    SlotPrimary,
     UntilRetry,
 )
 from sluice.pipeline.config.load import hide_password

@@ -6,6 +6,10 @@
   arrives at the moment of success; the caller would wait forever.
 - A cancelled task can still use a connection. Before Python 3.11.3, a timeout of 0 inside such a task, as in
   redis-py's check of a pooled connection, is taken for another cancellation; there, the check is a separate task.
+- In Redis Cluster everything that belongs to a run is in one slot, so that slot's primary serves the run. `broker.url`
+  names some nodes; each is asked for the primary until one answers (`SlotPrimary`). Every new connection asks again, so
+  connections follow the slot when it moves or its primary fails over. Addresses are those the nodes announce; user,
+  password and TLS come from `broker.url`.
 - Besides lost connections, a server that refuses temporarily (it loads, is a replica, has no replicas, no memory or no
   disk) is asked again. Log, heartbeat (`waits_for_room`) and the final error report a wait for memory.
 
@@ -20,7 +24,7 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -28,7 +32,8 @@ import redis
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import SentinelConnectionPool
-from redis.backoff import ExponentialBackoff
+from redis.backoff import ExponentialBackoff, NoBackoff
+from redis.crc import key_slot
 from redis.exceptions import (
     AskError,
     ClusterDownError,
@@ -38,9 +43,10 @@ from redis.exceptions import (
     ResponseError,
     TryAgainError,
 )
+from redis.retry import Retry as BlockingRetry
 
-from sluice.pipeline.broker.cluster import SlotPrimary
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.wire.keys import Keys
 
 TRANSIENT: list[type[Exception]] = [
     redis.ConnectionError,
@@ -297,3 +303,47 @@ def _forget_wait(call: object) -> None:
 def _too_long(error: Exception, waited_s: float) -> OutOfMemoryError:
     """The error that ends the wait."""
     return OutOfMemoryError(f"the broker is full ({error}), and no space was freed in {waited_s:g} s: {FULL_REMEDY}")
+
+
+Address = tuple[str, int]
+
+
+class SlotPrimary:
+    """Finds the primary of a run's slot; `server` holds a node's connection arguments for redis.Redis."""
+
+    def __init__(self, nodes: Sequence[Address], run: str, server: dict[str, Any], timeout_s: float) -> None:
+        self.slot: int = key_slot(Keys(run).prefix.encode())
+        self._nodes, self._timeout_s = list(nodes), timeout_s
+        self._server = {name: value for name, value in server.items() if name != "db"}
+
+    def find(self) -> Address:
+        """The primary's current address; raises redis.ConnectionError if no node knows it."""
+        problems: list[str] = []
+        for node in list(self._nodes):
+            try:
+                ranges = self._ask(node)
+            except (redis.RedisError, OSError) as error:
+                problems.append(f"{node[0]}:{node[1]}: {error}")
+                continue
+            for first, last, primary, *_ in ranges:
+                if first <= self.slot <= last:
+                    self._learn(ranges, node)
+                    return _address(primary, node)
+            problems.append(f"{node[0]}:{node[1]}: no server for slot {self.slot}")
+        raise redis.ConnectionError(f"no cluster node knows a primary for slot {self.slot} ({'; '.join(problems)})")
+
+    def _ask(self, node: Address) -> list[Any]:
+        limits: dict[str, Any] = {"socket_timeout": self._timeout_s, "socket_connect_timeout": self._timeout_s}
+        with redis.Redis(*node, retry=BlockingRetry(NoBackoff(), 0), **limits, **self._server) as client:
+            return cast("list[Any]", cast(Any, client).execute_command("CLUSTER SLOTS"))
+
+    def _learn(self, ranges: list[Any], asked: Address) -> None:
+        """Remember nodes that the URL doesn't name, so they can be asked too."""
+        for _, _, *nodes in ranges:
+            self._nodes += [found for node in nodes if (found := _address(node, asked)) not in self._nodes]
+
+
+def _address(node: Any, asked: Address) -> Address:
+    """An empty host means the node that was asked."""
+    host = node[0].decode() if isinstance(node[0], bytes) else node[0]
+    return (host or asked[0]), int(node[1])

@@ -1,5 +1,5 @@
 """Prompts on their way to token ids.
 
-rows (JSONL, Parquet) ─┬─▶ admission (what a prompt may cost) ─▶ chat_template ─▶ ids ─▶ turn_tokens (later turns)
-data_sets (`datasets`) ┘                                            └─ template_cost: what its template may cost
+rows (JSONL, Parquet, ─▶ admission (what a prompt may cost) ─▶ chat_template ─▶ ids ─▶ turn_tokens (later turns)
+`datasets`)                                                       └─ template_cost: what its template may cost
 """

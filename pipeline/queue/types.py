@@ -11,6 +11,7 @@ import msgspec
 
 from sluice.pipeline.broker.scripts.jobs import Outcome as Outcome
 from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.wire.codec import integer_or
 from sluice.pipeline.wire.keys import tagged
 from sluice.pipeline.wire.messages import DecodeJob, Progress, SequenceResult
 
@@ -24,6 +25,13 @@ class SourceRewound(SluiceError):
     def __init__(self, cursor: str) -> None:
         super().__init__(f"the broker went back to source position {cursor}")
         self.cursor = cursor
+
+
+def read_cursor(raw: bytes) -> tuple[int, int] | None:
+    """Epoch and row of a stored position, each -1 before the first; None if it isn't valid."""
+    epoch, _, row = raw.partition(b":")
+    found = integer_or(epoch, None, least=-1), integer_or(row, None, least=-1)
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
 
 
 class Credit(msgspec.Struct, frozen=True):

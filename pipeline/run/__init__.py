@@ -9,8 +9,7 @@
 | stack          | `sluice up` and `run`: broker, every role, progress, to the run's end       |
 | progress_panel | the live panel of `sluice up`                                              |
 | preflight      | start-up checks; `sluice doctor`                                           |
-| dry_run        | `--dry-run`: everything a start would do, without doing it                 |
-| resume_point   | where a run would resume                                                   |
+| dry_run        | `--dry-run`: everything a start would do, and where, without doing it      |
 | env            | `sluice env`: the facts for a bug report                                   |
 | gpu            | one GPU per process, by a lock of the host                                 |
 | loop_watch     | names what blocks a role's event loop                                      |

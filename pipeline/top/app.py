@@ -13,7 +13,7 @@ from textual.widgets import ContentSwitcher, Footer, Static, Tab, Tabs
 
 from sluice.pipeline.config import Config
 from sluice.pipeline.top import panels
-from sluice.pipeline.top.feed import Feed
+from sluice.pipeline.top.panels import Feed
 
 _EVERY_S = 1.0
 _PAGES = {

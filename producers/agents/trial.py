@@ -23,7 +23,7 @@ from rich.text import Text
 
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, SluiceError
-from sluice.pipeline.images.writer import images_of_run
+from sluice.pipeline.images.store import images_of_run
 from sluice.pipeline.prompts.admission import media_kind
 from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.pipeline.queue.rollouts import Turn

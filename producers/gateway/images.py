@@ -26,8 +26,7 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DeadlineExceeded, RequestError
 from sluice.pipeline.http.addresses import AllowedHosts
 from sluice.pipeline.images.paths import too_large
-from sluice.pipeline.images.store import normal_digest
-from sluice.pipeline.images.writer import ImageWriter, StoreError
+from sluice.pipeline.images.store import ImageWriter, StoreError, normal_digest
 from sluice.pipeline.prompts.admission import image_url, is_data_url, media_kind
 from sluice.pipeline.thread_pool import ThreadPool
 from sluice.pipeline.wire.messages import ImageRef, Message

@@ -15,9 +15,16 @@ from typing import Any
 from sluice.pipeline.config.types import Config, ImagesConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.paths import Roots
-from sluice.pipeline.images.store import check_digest, describe, find_file, neither, normal_ref
+from sluice.pipeline.images.store import (
+    ImageWriter,
+    check_digest,
+    describe,
+    find_file,
+    images_of_run,
+    neither,
+    normal_ref,
+)
 from sluice.pipeline.images.urls import UrlFetcher
-from sluice.pipeline.images.writer import ImageWriter, images_of_run
 from sluice.pipeline.prompts.admission import IMAGE_KINDS, media_kind
 from sluice.pipeline.queue import Credit, Outcome, rollout_group_for
 from sluice.pipeline.queue.rollouts import RolloutHead, Rollouts

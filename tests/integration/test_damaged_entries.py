@@ -25,8 +25,7 @@ from sluice.pipeline.status.descriptions import verdict_text
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.terminal import json_line
-from sluice.pipeline.top.feed import Feed
-from sluice.pipeline.top.panels import frame
+from sluice.pipeline.top.panels import Feed, frame
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.keys import Keys
 from sluice.producers.submit import produce

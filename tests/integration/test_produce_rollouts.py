@@ -19,7 +19,7 @@ from aiohttp import web
 from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, ImagesConfig, PreflightConfig, RolloutConfig
 from sluice.pipeline.errors import ConfigError, DataError, DeadlineExceeded, SluiceError, first_cause
 from sluice.pipeline.images.paths import SourceUnavailable
-from sluice.pipeline.images.writer import StoreError, images_directory
+from sluice.pipeline.images.store import StoreError, images_directory
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.producers.submit import produce

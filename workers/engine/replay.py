@@ -22,8 +22,7 @@ from msgspec.structs import replace
 
 from sluice.pipeline.config.types import Config, ModelConfig
 from sluice.pipeline.errors import ModelError
-from sluice.pipeline.images.store import ImageStore
-from sluice.pipeline.images.writer import images_of_run
+from sluice.pipeline.images.store import ImageStore, images_of_run
 from sluice.pipeline.wire.messages import SamplingParams, SequenceResult
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
 from sluice.workers.engine.backends import make_backend

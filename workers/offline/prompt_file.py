@@ -18,17 +18,18 @@ from typing import Any, Literal
 
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import DataError
-from sluice.pipeline.images.store import admit_images
-from sluice.pipeline.images.writer import admit_bytes
+from sluice.pipeline.images.store import admit_bytes, admit_images
 from sluice.pipeline.prompts.admission import Limits
-from sluice.pipeline.prompts.data_sets import fingerprint_dataset, is_dataset, read_dataset
 from sluice.pipeline.prompts.rows import (
     ImageRow,
     Malformed,
     RowImage,
     check_images,
     check_messages,
+    fingerprint_dataset,
+    is_dataset,
     is_parquet,
+    read_dataset,
     read_rows,
 )
 from sluice.pipeline.wire.messages import ImageRef

@@ -24,8 +24,7 @@ from typing import Any, Protocol
 from sluice.pipeline import logs
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import RequestError, WeightsError
-from sluice.pipeline.images.store import ImageStore, admit_images
-from sluice.pipeline.images.writer import images_of_run
+from sluice.pipeline.images.store import ImageStore, admit_images, images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.scores import ScoreJobs, TakenJob, refusal
 from sluice.pipeline.run.gpu import use_free_gpu

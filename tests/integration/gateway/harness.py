@@ -12,7 +12,7 @@ import aiohttp
 from openai import AsyncOpenAI
 
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.images.writer import images_of_run
+from sluice.pipeline.images.store import images_of_run
 from sluice.pipeline.wire.messages import Message, SequenceResult, decode
 from sluice.producers.gateway.server import run_gateway
 from sluice.workers.decode_worker import DecodeWorker

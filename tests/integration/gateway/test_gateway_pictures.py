@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from sluice.pipeline.config.types import BrokerConfig, Config, ImagesConfig, RolloutServerConfig
 from sluice.pipeline.images.processor import VisionProcessor
-from sluice.pipeline.images.writer import ImageWriter, images_directory
+from sluice.pipeline.images.store import ImageWriter, images_directory
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import ImageRef
 from sluice.producers.agents.tools import ToolImage, tool

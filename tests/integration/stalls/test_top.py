@@ -13,8 +13,7 @@ from textual.widgets import ContentSwitcher, Static
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.queue import JobQueue
 from sluice.pipeline.top.app import Help, TopApp
-from sluice.pipeline.top.feed import Feed
-from sluice.pipeline.top.panels import frame, print_once
+from sluice.pipeline.top.panels import Feed, frame, print_once
 from sluice.pipeline.wire.keys import Keys
 from sluice.producers.submit import produce
 from tests.integration.stalls.looking import config_of, consuming

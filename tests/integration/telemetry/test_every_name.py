@@ -11,8 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.status.snapshot import Stall
-from sluice.pipeline.telemetry.families import FAMILIES, of_role
-from sluice.pipeline.telemetry.run_metrics import run_page, targets
+from sluice.pipeline.telemetry.families import FAMILIES, of_role, run_page, targets
 from sluice.pipeline.wire.keys import Keys
 from tests.scraped import JOBS, Scraped, scraped_run
 from tests.tiny_models import save_tiny_model

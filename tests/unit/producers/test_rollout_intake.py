@@ -11,7 +11,7 @@ import pytest
 
 from sluice.pipeline.config.types import Config, ImagesConfig
 from sluice.pipeline.errors import RequestError
-from sluice.pipeline.images.writer import ImageWriter
+from sluice.pipeline.images.store import ImageWriter
 from sluice.producers.rollout_client.intake import heads_of
 from sluice.producers.source import Row, RowImage
 from tests.image_site import Site, site

@@ -16,7 +16,7 @@ from PIL import Image
 
 from sluice.pipeline.config.types import Config, DataConfig, ImagesConfig, WorkerConfig
 from sluice.pipeline.errors import DataError
-from sluice.pipeline.images.writer import ImageWriter
+from sluice.pipeline.images.store import ImageWriter
 from sluice.pipeline.wire.messages import ImageRef
 from sluice.producers.source import (
     Malformed,

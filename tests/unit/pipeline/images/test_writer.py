@@ -13,7 +13,7 @@ import pytest
 from sluice.pipeline.config.types import Config, ImagesConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.paths import Roots
-from sluice.pipeline.images.writer import ImageWriter, StoreError, images_directory, images_of_run
+from sluice.pipeline.images.store import ImageWriter, StoreError, images_directory, images_of_run
 from tests.pictures import huge_png, png
 
 
