@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sluice.consumers.evaluation.answers import FOLDER, Answer, evaluations, read_answers
+from sluice.consumers.evaluation.results import FOLDER, Answer, evaluations, read_answers
 from sluice.consumers.history.curves import LineFile, Score, score_of
 from sluice.demo.heldout import SEED, record
 from sluice.demo.kill_cost import Kill

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sluice.consumers.evaluation.answers import Answer
+from sluice.consumers.evaluation.results import Answer
 from sluice.demo.answers import AnswerView, ProblemView
 from sluice.demo.tiny.warm_start import OnProgress
 from sluice.pipeline.config.suggest import did_you_mean

@@ -42,7 +42,7 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DataError, SluiceError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.user_modules import installed
-from sluice.pipeline.weights.line import Line
+from sluice.pipeline.weights.versions import Line
 from sluice.pipeline.wire.messages import Reshaped, TrainingSample
 
 _RELATIVE = 1e-6  # same code and numbers, maybe another machine

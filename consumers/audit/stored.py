@@ -20,7 +20,7 @@ from sluice.consumers.run_files import METRICS
 from sluice.consumers.tasks.rollout import temperature_of
 from sluice.consumers.training.step_log import read_rollouts
 from sluice.pipeline.errors import ConfigError, DataError, MessageError
-from sluice.pipeline.weights.line import Line
+from sluice.pipeline.weights.versions import Line
 from sluice.pipeline.wire.codec import read_json
 from sluice.pipeline.wire.messages import SequenceResult, TrainingSample
 from sluice.pipeline.wire.sampled_tokens import SampledTokens

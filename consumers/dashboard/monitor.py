@@ -40,10 +40,9 @@ from sluice.pipeline.errors import BrokerError, ConfigError, DataError, SluiceEr
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.status.diagnosis import Verdict, verdict
 from sluice.pipeline.status.inspection import inspect
-from sluice.pipeline.status.rates import Rates
 from sluice.pipeline.status.run_end import RunEnd, read_end, run_directory
 from sluice.pipeline.status.snapshot import Snapshot
-from sluice.pipeline.status.stages import Stage, stages
+from sluice.pipeline.status.stages import Rates, Stage, stages
 from sluice.pipeline.wire.keys import Keys
 
 EVERY_S = 1.0

@@ -25,9 +25,8 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
-from sluice.consumers.evaluation.answers import FOLDER, Answer, Answers, prune, summary
 from sluice.consumers.evaluation.questions import Questions, asking, read
-from sluice.consumers.evaluation.results import Result, Results
+from sluice.consumers.evaluation.results import FOLDER, Answer, Answers, Result, Results, prune, summary
 from sluice.consumers.groups import Group
 from sluice.consumers.rewards import Refused, Reward, Rewards
 from sluice.consumers.samples import Sampler, image_token_of

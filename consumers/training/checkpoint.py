@@ -45,8 +45,7 @@ from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import ConfigError, DataError, MessageError, ModelError, WeightsError
 from sluice.pipeline.files import fsync_directory, fsync_tree, link_files, remove_unfinished, write_atomic
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.weights.line import Line
-from sluice.pipeline.weights.versions import ADAPTER_CONFIG, newest_number, numbered_directories, read_manifest
+from sluice.pipeline.weights.versions import ADAPTER_CONFIG, Line, newest_number, numbered_directories, read_manifest
 from sluice.pipeline.wire.codec import read_json
 from sluice.pipeline.wire.messages import DeadLetter
 

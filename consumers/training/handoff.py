@@ -63,8 +63,7 @@ from sluice.pipeline.config.load import RESOLVED
 from sluice.pipeline.errors import ConfigError, DataError, ModelError, TaskError
 from sluice.pipeline.images.processor import joined_tensors
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.weights.line import Line
-from sluice.pipeline.weights.versions import ADAPTER_CONFIG, newest_number
+from sluice.pipeline.weights.versions import ADAPTER_CONFIG, Line, newest_number
 from sluice.pipeline.wire.messages import DeadLetter, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, from_wire, to_wire
 

@@ -12,6 +12,5 @@
 | dry_run        | `--dry-run`: everything a start would do, and where, without doing it      |
 | env            | `sluice env`: the facts for a bug report                                   |
 | gpu            | one GPU per process, by a lock of the host                                 |
-| loop_watch     | names what blocks a role's event loop                                      |
 | provenance     | the resolved configuration, every version and the origin, stored in a run  |
 """

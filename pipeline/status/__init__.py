@@ -1,7 +1,7 @@
 """What a run is doing, and what it waits for.
 
     heartbeat (each process, once a second) ─▶ snapshot ─▶ inspection ─▶ stalls, stages, diagnosis
-                                                   └─▶ rates (over time)           └─▶ descriptions, report
+                                                                                    └─▶ descriptions, report
 
 Data first, text last: programs can read every module except the views, and no program reads a view.
 
@@ -11,8 +11,7 @@ Data first, text last: programs can read every module except the views, and no p
 | snapshot     | counts, versions and processes, read in one round trip                       |
 | inspection   | a snapshot with queue, leases, streams and stalls                            |
 | stalls       | what blocks a run                                                            |
-| stages       | each stage of the flow: its contents, its rate, what blocks it               |
-| rates        | how fast a run moves, from snapshots over time                               |
+| stages       | each stage of the flow: its contents, what blocks it; rates over time        |
 | diagnosis    | whether a run moves: the verdict of `sluice status --why`                    |
 | descriptions | view: stalls, stages, verdict and condition as text                          |
 | report       | view: `sluice status` and `--why` as text and as JSON                        |

@@ -30,10 +30,9 @@ from sluice.pipeline.status.descriptions import condition, doing, stage_text, st
 from sluice.pipeline.status.diagnosis import Verdict, verdict
 from sluice.pipeline.status.heartbeat import HIDDEN_FACTS
 from sluice.pipeline.status.inspection import inspect
-from sluice.pipeline.status.rates import Rates
 from sluice.pipeline.status.run_end import run_directory
 from sluice.pipeline.status.snapshot import CreditUse, Process, Snapshot
-from sluice.pipeline.status.stages import Stage, StageState, is_optional, stages
+from sluice.pipeline.status.stages import Rates, Stage, StageState, is_optional, stages
 from sluice.pipeline.status.text import length
 from sluice.pipeline.terminal import Console, escaped, say
 from sluice.pipeline.wire.keys import Keys

@@ -27,8 +27,8 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import WeightsError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.weights import versions
+from sluice.pipeline.weights.host_cache import Verified
 from sluice.pipeline.weights.shared_memory import MEMORY, Segments
-from sluice.pipeline.weights.verified import Verified
 from sluice.pipeline.wire.messages import WeightVersion
 
 

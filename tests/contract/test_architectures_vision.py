@@ -21,7 +21,7 @@ from sluice.consumers.training.policy.proximal import fill, plan
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import Config, ModelConfig, PolicyConfig, TrainerConfig
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor, joined_tensors
-from sluice.pipeline.weights.line import Line
+from sluice.pipeline.weights.versions import Line
 from sluice.pipeline.wire.messages import GeometryTarget, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from sluice.workers.engine.contracts import WeightsProbe

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.consumers.evaluation.answers import FOLDER, evaluations, read_answers
+from sluice.consumers.evaluation.results import FOLDER, evaluations, read_answers
 from sluice.consumers.training.step_log import read_steps
 from sluice.pipeline.status.evaluation import best_of
 from sluice.pipeline.status.run_end import read_end

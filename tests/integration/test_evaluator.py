@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from sluice.consumers.evaluation.answers import FOLDER, Answer, evaluations, read_answers
 from sluice.consumers.evaluation.evaluator import Evaluator, Judge
 from sluice.consumers.evaluation.questions import asking, read
+from sluice.consumers.evaluation.results import FOLDER, Answer, evaluations, read_answers
 from sluice.consumers.rewards import Rewards
 from sluice.consumers.tasks.registry import open_task
 from sluice.consumers.training.trackers import Trackers

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.pipeline.weights.line import Line
+from sluice.pipeline.weights.versions import Line
 
 NEWEST = 20
 lines = st.sets(st.integers(0, NEWEST), min_size=1).map(lambda kept: Line(sorted(kept)))

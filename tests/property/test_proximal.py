@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sluice.consumers.training.policy.proximal import Filled, fill, plan, score_jobs, scores_by_place
 from sluice.pipeline.config.types import PolicyConfig
-from sluice.pipeline.weights.line import Line
+from sluice.pipeline.weights.versions import Line
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import training_sample

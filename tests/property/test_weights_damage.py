@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sluice.pipeline.errors import WeightsError
 from sluice.pipeline.weights.carriers import Directory
-from sluice.pipeline.weights.verified import Verified
+from sluice.pipeline.weights.host_cache import Verified
 from sluice.pipeline.weights.versions import weight_files
 from sluice.pipeline.wire.messages import WeightVersion
 from tests.unit.pipeline.test_weights import manifest, model_dir

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from sluice.consumers.tasks.segments import LeftOut
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.errors import MessageError
-from sluice.pipeline.weights.line import Line
+from sluice.pipeline.weights.versions import Line
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from sluice.consumers.evaluation.answers import FOLDER, Answer, evaluations, read_answers
+from sluice.consumers.evaluation.results import FOLDER, Answer, evaluations, read_answers
 from sluice.pipeline.config.types import BrokerConfig, Config, EvalConfig, PolicyConfig, RolloutConfig
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.weights.carriers import Directory

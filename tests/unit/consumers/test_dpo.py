@@ -17,7 +17,7 @@ from sluice.consumers.training.policy.dpo import pair_members, pairs_of, without
 from sluice.consumers.training.policy.proximal import Plan, fill, plan
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import PolicyConfig
-from sluice.pipeline.weights.line import Line
+from sluice.pipeline.weights.versions import Line
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.tiny_models import save_tiny_model

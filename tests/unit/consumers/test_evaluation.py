@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.consumers.evaluation.answers import (
+from sluice.consumers.evaluation.results import (
     Answer,
     Answers,
+    Result,
+    Results,
     bootstrap,
     evaluations,
     interval,
@@ -25,7 +27,6 @@ from sluice.consumers.evaluation.answers import (
     summary,
     wilson,
 )
-from sluice.consumers.evaluation.results import Result, Results
 from sluice.pipeline.config.types import EvalConfig
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.status.evaluation import best_of

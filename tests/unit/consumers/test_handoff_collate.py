@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sluice.consumers.training.handoff import tensors_of
-from sluice.pipeline.weights.line import Line
+from sluice.pipeline.weights.versions import Line
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.factories import training_sample
 

@@ -19,7 +19,7 @@ from sluice.consumers.training.policy.proximal import fill, plan
 from sluice.consumers.training.row_logits import RowLogits
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import CONVENTIONS, PolicyConfig
-from sluice.pipeline.weights.line import Line
+from sluice.pipeline.weights.versions import Line
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.tiny_models import save_tiny_model

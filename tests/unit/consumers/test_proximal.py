@@ -13,7 +13,7 @@ from sluice.consumers.tasks.segments import LeftOut
 from sluice.consumers.training.policy.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.errors import MessageError
-from sluice.pipeline.weights.line import Line
+from sluice.pipeline.weights.versions import Line
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import training_sample

@@ -19,7 +19,7 @@ from sluice.consumers.training.policy.reference import is_the_trainers, referenc
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.queue.scores import refusal
-from sluice.pipeline.weights.line import Line
+from sluice.pipeline.weights.versions import Line
 from sluice.pipeline.wire.messages import ScoreResult, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.tiny_models import save_tiny_model

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from sluice.pipeline.cli.help import HEADINGS, as_markdown, examples, paragraphs
-from sluice.pipeline.cli.main import GROUP, build
+from sluice.pipeline.cli.main import GROUP, HEADINGS, as_markdown, build, examples, paragraphs
 from tests.command import call, options, walk
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from sluice.pipeline.status.descriptions import stage_text
-from sluice.pipeline.status.rates import Rates
 from sluice.pipeline.status.snapshot import CreditUse, Depth, Lag, Snapshot
-from sluice.pipeline.status.stages import Stage, stages
+from sluice.pipeline.status.stages import Rates, Stage, stages
 from sluice.pipeline.status.stalls import stalls
 from tests.unit.pipeline.test_stalls import NOW, failed, others, process, state
 

@@ -13,11 +13,10 @@ from sluice.pipeline.status.descriptions import StallText, condition, headline, 
 from sluice.pipeline.status.diagnosis import Why, verdict
 from sluice.pipeline.status.evaluation import Evaluation
 from sluice.pipeline.status.heartbeat import Heartbeat, read_row
-from sluice.pipeline.status.rates import Rates
 from sluice.pipeline.status.report import why_json, why_text
 from sluice.pipeline.status.run_end import RunEnd
 from sluice.pipeline.status.snapshot import BrokerUse, CreditUse, Depth, Lag, Process, Snapshot, StallKind
-from sluice.pipeline.status.stages import stages
+from sluice.pipeline.status.stages import Rates, stages
 from sluice.pipeline.status.stalls import Stall, stalls
 from sluice.pipeline.status.text import wait_text
 from sluice.pipeline.wire.waits import Wait, WaitKind

@@ -7,10 +7,9 @@ from typing import Any
 
 from sluice.pipeline.status.descriptions import condition, credit, stage_text, stall_text, waits
 from sluice.pipeline.status.diagnosis import verdict
-from sluice.pipeline.status.rates import Rates
 from sluice.pipeline.status.report import as_text
 from sluice.pipeline.status.snapshot import CreditUse, Depth, Lag, Lease, Process, Snapshot
-from sluice.pipeline.status.stages import stages
+from sluice.pipeline.status.stages import Rates, stages
 from sluice.pipeline.status.stalls import stalls
 from sluice.pipeline.status.text import length
 

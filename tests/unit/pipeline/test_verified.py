@@ -14,7 +14,7 @@ import pytest
 from sluice.pipeline.errors import WeightsError
 from sluice.pipeline.weights import versions
 from sluice.pipeline.weights.carriers import Directory
-from sluice.pipeline.weights.verified import Verified
+from sluice.pipeline.weights.host_cache import Verified
 from sluice.pipeline.wire.messages import WeightVersion
 from tests.unit.pipeline.test_weights import cut, flip, manifest, model_dir
 
@@ -148,7 +148,7 @@ _WORKER = """
 import sys, time
 from pathlib import Path
 from sluice.pipeline.weights import versions
-from sluice.pipeline.weights.verified import Verified
+from sluice.pipeline.weights.host_cache import Verified
 version = versions.read_manifest(Path(sys.argv[1]))
 def check():
     print("read", flush=True)

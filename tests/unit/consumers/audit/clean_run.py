@@ -19,7 +19,7 @@ from sluice.consumers.tasks.task import Matched, Task, TaskContext
 from sluice.consumers.training.policy.proximal import fill, plan, score_jobs, scores_by_place
 from sluice.consumers.training.step_log import KeptRollouts, StepLog
 from sluice.pipeline.config.types import Config, ConsumerConfig, PolicyConfig, RolloutMatchingConfig
-from sluice.pipeline.weights.line import Line
+from sluice.pipeline.weights.versions import Line
 from sluice.pipeline.wire.messages import (
     DeadLetter,
     SamplingParams,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sluice.pipeline.config.types import RolloutServerConfig
 from sluice.pipeline.errors import ConfigError
-from sluice.pipeline.run.loop_watch import watch_loop
+from sluice.producers.agents.server import watch_loop
 from sluice.producers.agents.tools import Tool, ToolBox, ToolError, load_tools, tool
 from sluice.producers.agents.tools.registry import MAX_RESULT_CHARS
 
