@@ -35,8 +35,7 @@ from sluice.consumers.samples import Sampler, image_token_of, letter
 from sluice.consumers.tasks.registry import open_task
 from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.pipeline.broker.connection import is_cluster
-from sluice.pipeline.broker.ownership import Ownership
-from sluice.pipeline.broker.streams import Entry, hand_off, result_reader
+from sluice.pipeline.broker.streams import Entry, Ownership, hand_off, result_reader
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, DataError, MessageError, ResultsLost
 from sluice.pipeline.logs import get_logger

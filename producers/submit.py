@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DataError, RequestError
 from sluice.pipeline.images.paths import SourceUnavailable

@@ -25,7 +25,7 @@ from sluice.consumers.loop import Consumer
 from sluice.consumers.tasks import exact_answer
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.tasks.task import Task, TaskContext
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, DashboardConfig
 from sluice.pipeline.queue import Credit, JobQueue
 from sluice.pipeline.run.role import Role

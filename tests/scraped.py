@@ -18,7 +18,7 @@ from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.consumers.training.trainer import Trainer
 from sluice.pipeline.broker.connection import connect
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, PolicyConfig, RolloutMatchingConfig
 from sluice.pipeline.queue import Credit, JobQueue
 from sluice.pipeline.run.role import Role

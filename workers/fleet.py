@@ -30,8 +30,7 @@ from sluice.pipeline.config.types import Config, FleetRun, MetricsConfig
 from sluice.pipeline.errors import BrokerError, ConfigError, EngineError, SluiceError, as_one, first_cause
 from sluice.pipeline.images.store import images_of_run
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.run.gpu import use_free_gpu
-from sluice.pipeline.run.role import Role, default_name, leave_within, role_process
+from sluice.pipeline.run.role import Role, default_name, leave_within, role_process, use_free_gpu
 from sluice.pipeline.telemetry.exporter import RunsTelemetry, metrics_server
 from sluice.pipeline.weights.versions import base_digest
 from sluice.pipeline.wire.waits import WaitKind

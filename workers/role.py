@@ -14,8 +14,7 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.images.store import images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import Claim
-from sluice.pipeline.run.gpu import use_free_gpu
-from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.pipeline.run.role import Role, default_name, role_process, use_free_gpu
 from sluice.pipeline.wire.messages import DecodeJob, SequenceResult
 from sluice.pipeline.wire.waits import WaitKind
 from sluice.workers.engine import import_engines

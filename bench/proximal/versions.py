@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sluice.bench.models import cached
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.versions import remove, write_version

@@ -21,7 +21,7 @@ from sluice.bench.weights.training import Training
 from sluice.bench.weights.worker import Arrived, Work
 from sluice.consumers.training.model import staging
 from sluice.consumers.training.snapshot import Snapshot
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config import load_config
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.messages import WeightVersion

@@ -38,8 +38,7 @@ from sluice.pipeline.config.load import RESOLVED
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import BrokerError, ConfigError, DataError, SluiceError
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.status.diagnosis import Verdict, verdict
-from sluice.pipeline.status.inspection import inspect
+from sluice.pipeline.status.inspection import Verdict, inspect, verdict
 from sluice.pipeline.status.run_end import RunEnd, read_end, run_directory
 from sluice.pipeline.status.snapshot import Snapshot
 from sluice.pipeline.status.stages import Rates, Stage, stages

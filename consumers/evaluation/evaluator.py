@@ -34,7 +34,7 @@ from sluice.consumers.tasks.registry import open_task
 from sluice.consumers.tasks.rollout import answer_ids
 from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.consumers.training.trackers import Trackers
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import Config, PolicyConfig
 from sluice.pipeline.errors import DeadlineExceeded, MessageError
 from sluice.pipeline.logs import get_logger

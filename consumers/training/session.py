@@ -58,9 +58,8 @@ from sluice.consumers.training.checkpoint import TrainerState, remove_unfinished
 from sluice.consumers.training.images import IMAGE_FAILED, SampleImages
 from sluice.consumers.training.step_log import StepRecords
 from sluice.consumers.training.trackers import Trackers
-from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts.streams import Stepped
-from sluice.pipeline.broker.streams import Entry, ack_batches, batch_reader
+from sluice.pipeline.broker.streams import Entry, Ownership, ack_batches, batch_reader
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, MessageError, TaskError, WeightsError, first_cause
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.trained import begin_again, recognise

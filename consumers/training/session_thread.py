@@ -22,7 +22,7 @@ from sluice.consumers.training.checkpoint import read_state
 from sluice.consumers.training.images import SampleImages
 from sluice.consumers.training.session import Session, Weights
 from sluice.consumers.training.trackers import Trackers
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DeadlineExceeded, SluiceError, TaskError, first_cause
 from sluice.pipeline.logs import get_logger

@@ -54,15 +54,14 @@ from sluice.consumers.training.session import Fence, Make, Session, Weights
 from sluice.consumers.training.step import TrainStep
 from sluice.consumers.training.trackers import Trackers
 from sluice.pipeline import logs
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.rules import policy_warnings
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, WeightsError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.scores import Scores
 from sluice.pipeline.run import preflight, provenance
-from sluice.pipeline.run.gpu import use_free_gpu
-from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.pipeline.run.role import Role, default_name, role_process, use_free_gpu
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.telemetry.spans import step_ref
 from sluice.pipeline.weights.versions import read_manifest

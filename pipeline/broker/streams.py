@@ -1,14 +1,19 @@
-"""Result and batch streams: read by one owner at a time, handed off atomically, never trimmed.
+"""Result and batch streams: read by one owner at a time, handed off atomically, never trimmed; and that ownership.
 
     results:{p} ──ResultStream.read──▶ consumer ──hand_off (one script)──▶ batches ──▶ trainer ──ack──▶ gone
 
-- The reader holds its role's ownership (ownership.py); everything a dead reader had taken is taken over.
+- Roles that only one process holds at a time (a consumer per partition, the trainer) have an owner, whose nonce fences
+  every effect: a paused owner that comes back late is refused by the scripts.
+- The reader holds its role's `Ownership`; everything a dead reader had taken is taken over.
 - Entries leave a stream only through hand_off or ack, after their effect.
 - A reader that lost its role takes nothing more: its successor couldn't see what it took.
 """
 
 from __future__ import annotations
 
+import asyncio
+import secrets
+import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -16,22 +21,90 @@ from typing import Any, Literal, cast
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from sluice.pipeline.broker.ownership import Ownership, why_fenced
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import (
     Ack,
     AckedBatch,
     AckKeys,
+    Disown,
     Drop,
     Handoff,
     HandoffKeys,
+    Own,
     Read,
+    RoleKey,
     Stepped,
     StreamKeys,
 )
-from sluice.pipeline.errors import BrokerError, ResultsLost
+from sluice.pipeline.errors import BrokerDataGone, BrokerError, DeadlineExceeded, LeaseLost, ResultsLost, SluiceError
 from sluice.pipeline.wire.keys import BATCH_GROUP, RESULT_GROUP, Keys
 from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, encode
+from sluice.pipeline.wire.waits import Waiting, WaitKind
+
+TTL_S = 5.0
+_POLL_S = 0.2
+
+
+async def why_fenced(scripts: Scripts, key: str) -> SluiceError:
+    """The error for a process that a script refused as this role's owner: another has it, or the data are gone."""
+    role = key.rpartition("owner:")[2]
+    if await scripts.client.exists(key, f"{key}:last"):
+        return LeaseLost(f"{role}: another process took over this role; stopping")
+    return BrokerDataGone(
+        f"{role}: the broker's data are gone, including this process's claim on the role. Restart the process: rows "
+        "are read again, trained sequences stay trained, and work in progress is redone"
+    )
+
+
+class Ownership:
+    """Holds one role while its `keep` task runs."""
+
+    def __init__(self, client: Redis, keys: Keys, role: str) -> None:
+        self._scripts = Scripts(client)
+        self.role = role
+        self.key = f"{keys.owner}{role}"
+        self._held = self._released = False
+        self.nonce = secrets.token_hex(8)
+
+    async def acquire(self, deadline_s: float, waiting: Waiting) -> None:
+        """Take the role, waiting for an earlier owner's claim to expire; DeadlineExceeded names it.
+
+        Counts only the time between questions: a broker outage isn't the other process's fault.
+        """
+        waited_s = 0.0
+        while not await self.try_acquire():
+            waiting(WaitKind.ROLE, self.role)
+            if waited_s >= deadline_s:
+                raise DeadlineExceeded(f"{self.role}: another process has held this role for {deadline_s:.0f} s")
+            began = time.monotonic()
+            await asyncio.sleep(_POLL_S)
+            waited_s += time.monotonic() - began
+        waiting(None)
+
+    async def keep(self) -> None:
+        """Renew until released or cancelled; raises as `why_fenced` when the role is lost."""
+        while not self._released:
+            await asyncio.sleep(TTL_S / 4)
+            if not self._released:
+                await self.confirm()
+
+    async def confirm(self) -> None:
+        """Call it before an effect that no script fences (files); raises as `why_fenced` when the role is lost."""
+        if not await self.try_acquire() and not self._released:
+            raise await why_fenced(self._scripts, self.key)
+
+    async def release(self) -> None:
+        """Give the role up immediately; a renewal in flight doesn't retake it."""
+        self._released = True
+        await self._scripts.ask(RoleKey(owner=self.key), Disown(nonce=self.nonce))
+
+    async def try_acquire(self) -> bool:
+        """Take or renew the role; False while another process holds it, and permanently once one has held it since."""
+        request = Own(nonce=self.nonce, ttl_ms=int(TTL_S * 1000), renew=self._held)
+        ours = bool(await self._scripts.ask(RoleKey(owner=self.key), request))
+        self._held = self._held or ours
+        return ours
+
 
 _PAGE = 256
 

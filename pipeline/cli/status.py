@@ -51,7 +51,7 @@ def status(
     Example: `sluice status .sluice/runs/text --why`
     Example: `sluice status -c configs/text.yaml --why --json`
     """
-    from sluice.pipeline.status import diagnosis, report
+    from sluice.pipeline.status import inspection, report
     from sluice.pipeline.terminal import print_json
 
     settings = run_config(run, config, overrides)
@@ -67,7 +67,7 @@ def status(
             else:
                 say(report.as_text(now))
             return 0
-        found = diagnosis.look_twice(settings)
+        found = inspection.look_twice(settings)
     if as_json:
         print_json(report.why_json(found))
     else:

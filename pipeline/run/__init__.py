@@ -4,13 +4,13 @@
 
 | module         | noun                                                                       |
 |----------------|----------------------------------------------------------------------------|
-| role           | a role process: connect, agree on the contract, heartbeat, signals, exit    |
+| role           | a role process: connect, agree on the contract, heartbeat, signals, exit;  |
+|                | one GPU for each, by a lock of the host                                    |
 | supervisor     | starts child processes, restarts those that fail, ends them in order        |
 | stack          | `sluice up` and `run`: broker, every role, progress, to the run's end       |
 | progress_panel | the live panel of `sluice up`                                              |
 | preflight      | start-up checks; `sluice doctor`                                           |
 | dry_run        | `--dry-run`: everything a start would do, and where, without doing it      |
 | env            | `sluice env`: the facts for a bug report                                   |
-| gpu            | one GPU per process, by a lock of the host                                 |
 | provenance     | the resolved configuration, every version and the origin, stored in a run  |
 """

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from sluice.pipeline.broker.retry import FULL_REMEDY
 from sluice.pipeline.roles import ROLES, RoleName, known
-from sluice.pipeline.status.diagnosis import Verdict
+from sluice.pipeline.status.inspection import Verdict
 from sluice.pipeline.status.run_end import RunEnd, RunSummary
 from sluice.pipeline.status.snapshot import CreditUse, Process, Snapshot, Stall, StallKind
 from sluice.pipeline.status.stages import Stage

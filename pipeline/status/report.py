@@ -25,9 +25,8 @@ from sluice.pipeline.status.descriptions import (
     verdict_text,
     waits,
 )
-from sluice.pipeline.status.diagnosis import Why
 from sluice.pipeline.status.heartbeat import HIDDEN_FACTS
-from sluice.pipeline.status.inspection import inspect
+from sluice.pipeline.status.inspection import Why, inspect
 from sluice.pipeline.status.run_end import run_directory
 from sluice.pipeline.status.snapshot import Lag, Lease, Process, Snapshot, Stall
 from sluice.pipeline.status.text import length

@@ -27,9 +27,8 @@ from sluice.pipeline.errors import BrokerError, DataError, SluiceError
 from sluice.pipeline.queue.dead_letters import DeadLetters, Row
 from sluice.pipeline.roles import colour, position
 from sluice.pipeline.status.descriptions import condition, doing, stage_text, stall_text, stepped, verdict_text
-from sluice.pipeline.status.diagnosis import Verdict, verdict
 from sluice.pipeline.status.heartbeat import HIDDEN_FACTS
-from sluice.pipeline.status.inspection import inspect
+from sluice.pipeline.status.inspection import Verdict, inspect, verdict
 from sluice.pipeline.status.run_end import run_directory
 from sluice.pipeline.status.snapshot import CreditUse, Process, Snapshot
 from sluice.pipeline.status.stages import Rates, Stage, StageState, is_optional, stages

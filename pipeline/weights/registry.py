@@ -9,9 +9,9 @@ from typing import Any, cast
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from sluice.pipeline.broker.ownership import why_fenced
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Publish, PublishKeys
+from sluice.pipeline.broker.streams import why_fenced
 from sluice.pipeline.errors import MessageError, WeightsError
 from sluice.pipeline.weights.versions import newest_number
 from sluice.pipeline.wire.codec import Unreadable, integer

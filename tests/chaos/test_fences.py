@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from sluice.pipeline.broker.ownership import Ownership
-from sluice.pipeline.broker.streams import StreamReader, result_reader
+from sluice.pipeline.broker.streams import Ownership, StreamReader, result_reader
 from sluice.pipeline.errors import LeaseLost
 from sluice.pipeline.wire.keys import Keys
 

@@ -12,12 +12,12 @@ from typing import IO, cast
 
 import pytest
 
-from sluice.pipeline.run.gpu import LOCK_DIR, host_gpus
+from sluice.pipeline.run.role import LOCK_DIR, host_gpus
 
 HOLD = """
 import sys
 from sluice.pipeline.errors import SluiceError
-from sluice.pipeline.run.gpu import use_free_gpu
+from sluice.pipeline.run.role import use_free_gpu
 
 try:
     with use_free_gpu(wanted=True) as gpu:

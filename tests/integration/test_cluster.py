@@ -14,9 +14,8 @@ from redis.asyncio import Redis
 from redis.crc import key_slot
 
 from sluice.pipeline.broker import connection as broker
-from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
-from sluice.pipeline.broker.streams import ack_batches, batch_reader, hand_off, result_reader
+from sluice.pipeline.broker.streams import Ownership, ack_batches, batch_reader, hand_off, result_reader
 from sluice.pipeline.config.types import BrokerConfig, Config, WorkerConfig
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.queue import (

@@ -17,9 +17,9 @@ from sluice.consumers.rewards import Rewards
 from sluice.consumers.tasks import exact_answer
 from sluice.consumers.tasks.registry import load_task
 from sluice.consumers.tasks.task import Task, TaskContext
-from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, PolicyConfig, RewardTerm, RolloutMatchingConfig
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.user_modules import load_object

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerDataGone, ConfigError, LeaseLost
 from sluice.pipeline.queue.trained import INCARNATION, begin_again, recognise

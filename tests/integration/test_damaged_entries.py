@@ -13,14 +13,14 @@ from sluice.consumers.dashboard.app import make_app
 from sluice.consumers.dashboard.monitor import Monitor
 from sluice.consumers.history.files import history_directory
 from sluice.consumers.history.reader import HistoryReader
-from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Publish, PublishKeys
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerRefused
 from sluice.pipeline.queue import Credit, JobQueue
 from sluice.pipeline.queue.dead_letters import DeadLetters, Selection, listing
-from sluice.pipeline.status import diagnosis, report
+from sluice.pipeline.status import inspection, report
 from sluice.pipeline.status.descriptions import verdict_text
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.snapshot import snapshot
@@ -64,7 +64,7 @@ async def test_every_view_names_it_and_shows_the_rest(config: Config, client: An
             assert "unreadable" in [stall.kind for stall in now.stalls]
         assert report.as_text(now)
         assert json_line(now, 3)
-        why = await asyncio.to_thread(diagnosis.look_twice, config, 0.0)
+        why = await asyncio.to_thread(inspection.look_twice, config, 0.0)
         assert verdict_text(why.now, why.verdict)
         assert report.why_text(why)
         assert json_line(report.why_json(why), 3)

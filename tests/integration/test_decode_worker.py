@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, ModelConfig
 from sluice.pipeline.queue import Claim, Committer, Credit, Finished, JobQueue, LeaseKeeper
 from sluice.pipeline.run.role import Role

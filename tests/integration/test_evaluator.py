@@ -18,7 +18,7 @@ from sluice.consumers.evaluation.results import FOLDER, Answer, evaluations, rea
 from sluice.consumers.rewards import Rewards
 from sluice.consumers.tasks.registry import open_task
 from sluice.consumers.training.trackers import Trackers
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, EvalConfig, PolicyConfig
 from sluice.pipeline.errors import DeadlineExceeded
 from sluice.pipeline.status.evaluation import best_of, evaluation_of

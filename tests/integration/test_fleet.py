@@ -18,7 +18,7 @@ from sluice.consumers.dashboard.app import make_app
 from sluice.consumers.dashboard.monitor import Monitor
 from sluice.consumers.history.reader import HistoryReader
 from sluice.consumers.run_files import HISTORY
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.load import resolved_yaml
 from sluice.pipeline.config.types import BrokerConfig, Config, FleetRun, LoraConfig, MetricsConfig
 from sluice.pipeline.errors import ConfigError

@@ -14,7 +14,7 @@ from sluice.consumers.history.files import history_directory
 from sluice.consumers.history.reader import Files, HistoryReader
 from sluice.consumers.history.records import SequenceFilter, SequenceRow
 from sluice.consumers.loop import Consumer
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, HistoryConfig
 from sluice.pipeline.queue import Credit, Finished, JobQueue
 from sluice.pipeline.status.snapshot import snapshot

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError, DeadlineExceeded, LeaseLost, WeightsError, first_cause
 from sluice.pipeline.status.heartbeat import StatusReporter

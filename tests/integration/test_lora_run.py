@@ -15,9 +15,9 @@ from sluice.consumers.export.model import export_model
 from sluice.consumers.training import lora
 from sluice.consumers.training.model import probe_score
 from sluice.consumers.training.trainer import Trainer
-from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, LoraConfig, WeightsConfig
 from sluice.pipeline.errors import DataError, WeightsError
 from sluice.pipeline.weights.registry import WeightsRegistry

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, WeightsConfig
 from sluice.pipeline.errors import ModelError, TornWeights
 from sluice.pipeline.queue import Claim

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from sluice.consumers.training.step import TrainStep
 from sluice.consumers.training.step_log import read_rollouts, read_steps
 from sluice.consumers.training.trainer import Trainer
-from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, PolicyConfig, ScorerConfig, WeightsConfig
 from sluice.pipeline.errors import ConfigError, SluiceError, first_cause
 from sluice.pipeline.queue.scores import Scores

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.consumers.loop import Consumer
-from sluice.pipeline.broker.ownership import Ownership
-from sluice.pipeline.broker.streams import ack_batches, batch_reader
+from sluice.pipeline.broker.streams import Ownership, ack_batches, batch_reader
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.queue.rollouts import RolloutHead, Rollouts
 from sluice.pipeline.run.role import Role

@@ -16,7 +16,7 @@ import transformers
 import yaml
 from msgspec.structs import replace
 
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, ImagesConfig, ModelConfig, PolicyConfig, ScorerConfig
 from sluice.pipeline.images.processor import VisionProcessor
 from sluice.pipeline.queue.scores import Scores

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 import s3fs
 
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, ModelConfig, WeightsConfig
 from sluice.pipeline.weights.carriers import carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry

@@ -8,9 +8,8 @@ from typing import Any, cast
 import pytest
 from redis.asyncio import Redis
 
-from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
-from sluice.pipeline.broker.streams import StreamReader, ack_batches, batch_reader, hand_off, result_reader
+from sluice.pipeline.broker.streams import Ownership, StreamReader, ack_batches, batch_reader, hand_off, result_reader
 from sluice.pipeline.errors import DeadlineExceeded, LeaseLost
 from sluice.pipeline.queue import Credit, JobQueue
 from sluice.pipeline.status.snapshot import snapshot

@@ -18,10 +18,9 @@ from sluice.consumers.training.session import Session
 from sluice.consumers.training.step_log import read_rollouts, read_steps
 from sluice.consumers.training.trainer import Trainer
 from sluice.consumers.training.trainer import train as train_role
-from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
-from sluice.pipeline.broker.streams import Entry
+from sluice.pipeline.broker.streams import Entry, Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerDataGone, DeadlineExceeded, LeaseLost, ModelError, first_cause
 from sluice.pipeline.status.snapshot import snapshot

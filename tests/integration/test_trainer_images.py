@@ -19,9 +19,9 @@ from sluice.consumers.training.model import load_policy
 from sluice.consumers.training.step import TrainStep
 from sluice.consumers.training.step_log import read_rollouts, read_steps
 from sluice.consumers.training.trainer import Trainer, train
-from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, ImagesConfig
 from sluice.pipeline.errors import DeadlineExceeded, first_cause
 from sluice.pipeline.images.processor import VisionProcessor

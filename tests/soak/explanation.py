@@ -27,7 +27,7 @@ import msgspec
 import redis
 
 from sluice.pipeline.errors import BrokerError
-from sluice.pipeline.status.diagnosis import look_twice
+from sluice.pipeline.status.inspection import look_twice
 from sluice.pipeline.status.report import why_text
 from sluice.pipeline.wire.waits import WaitKind
 from tests.e2e.stack import Stack

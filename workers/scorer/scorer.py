@@ -27,8 +27,7 @@ from sluice.pipeline.errors import RequestError, WeightsError
 from sluice.pipeline.images.store import ImageStore, admit_images, images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.scores import ScoreJobs, TakenJob, refusal
-from sluice.pipeline.run.gpu import use_free_gpu
-from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.pipeline.run.role import Role, default_name, role_process, use_free_gpu
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.messages import REFERENCE_DIRECTORY, ScoreJob, ScoreResult, WeightVersion
 from sluice.pipeline.wire.waits import WaitKind

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from sluice.pipeline.config.types import BrokerConfig, Config, RolloutServerConfig
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
-from sluice.producers.agents.tools.calculator import Operation
+from sluice.producers.agents.tools.registry import Operation
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
 from tests.integration.gateway.agents import CALLING, assert_completed, assert_trajectory, rollout_server

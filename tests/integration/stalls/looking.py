@@ -13,12 +13,12 @@ from typing import Any
 from sluice.consumers.loop import Consumer
 from sluice.consumers.tasks import exact_answer
 from sluice.consumers.tasks.task import Task, TaskContext
-from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, RolloutMatchingConfig
 from sluice.pipeline.status.descriptions import stall_text
-from sluice.pipeline.status.diagnosis import Why, look_twice
+from sluice.pipeline.status.inspection import Why, look_twice
 from sluice.pipeline.status.report import why_text
 from sluice.pipeline.status.snapshot import Stall, StallKind
 from sluice.pipeline.wire.keys import Keys

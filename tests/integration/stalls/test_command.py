@@ -15,8 +15,8 @@ import pytest
 
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerError, EngineError
-from sluice.pipeline.status.diagnosis import look_twice
 from sluice.pipeline.status.heartbeat import Heartbeat
+from sluice.pipeline.status.inspection import look_twice
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.waits import WaitKind

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from sluice.consumers.tasks.task import Task
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.status.descriptions import stall_text
 from sluice.pipeline.status.inspection import inspect

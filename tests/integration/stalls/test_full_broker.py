@@ -19,9 +19,8 @@ from redis.exceptions import OutOfMemoryError
 from sluice.consumers.tasks.task import Task
 from sluice.consumers.training.trainer import Trainer
 from sluice.pipeline.broker import connection
-from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
-from sluice.pipeline.broker.streams import ack_batches, batch_reader
+from sluice.pipeline.broker.streams import Ownership, ack_batches, batch_reader
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.queue import JobQueue
 from sluice.pipeline.queue.dead_letters import Selection, drop

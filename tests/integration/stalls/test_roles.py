@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sluice.consumers.training.trainer import Trainer
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, RepeatTerminateConfig
 from sluice.pipeline.errors import GuardImpossible, MessageError, first_cause
 from sluice.pipeline.status.descriptions import stall_text

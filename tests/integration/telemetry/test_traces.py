@@ -17,7 +17,7 @@ from sluice.consumers.loop import Consumer
 from sluice.consumers.tasks import exact_answer
 from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.consumers.training.trainer import Trainer
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, TracingConfig
 from sluice.pipeline.queue import NO_LIMIT, JobQueue
 from sluice.pipeline.status.snapshot import snapshot

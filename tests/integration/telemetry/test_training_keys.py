@@ -18,7 +18,7 @@ from sluice.consumers.tasks.task import TaskContext
 from sluice.consumers.training.step_log import read_steps
 from sluice.consumers.training.trackers import Trackers
 from sluice.consumers.training.trainer import Trainer
-from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import (
     BrokerConfig,
     ConsumerConfig,

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts.streams import Read, StreamKeys
-from sluice.pipeline.broker.streams import Entry, ResultsLost, StreamReader, ack_batches, hand_off
+from sluice.pipeline.broker.streams import Entry, Ownership, ResultsLost, StreamReader, ack_batches, hand_off
 from sluice.pipeline.errors import LeaseLost
 from sluice.pipeline.wire.keys import BATCH_GROUP, RESULT_GROUP
 from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, decode

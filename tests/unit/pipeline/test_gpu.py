@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from sluice.pipeline.errors import EngineError
-from sluice.pipeline.run.gpu import LOCK_DIR, claim_gpu, host_gpus, use_free_gpu
+from sluice.pipeline.run.role import LOCK_DIR, claim_gpu, host_gpus, use_free_gpu
 
 HOLD = """
 import sys
 from pathlib import Path
-from sluice.pipeline.run.gpu import claim_gpu
+from sluice.pipeline.run.role import claim_gpu
 claim = claim_gpu(["0", "1"], Path(sys.argv[1]))
 print(claim[0], flush=True)
 sys.stdin.read()

@@ -10,9 +10,9 @@ import pytest
 
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.status.descriptions import StallText, condition, headline, stall_text, verdict_text
-from sluice.pipeline.status.diagnosis import Why, verdict
 from sluice.pipeline.status.evaluation import Evaluation
 from sluice.pipeline.status.heartbeat import Heartbeat, read_row
+from sluice.pipeline.status.inspection import Why, verdict
 from sluice.pipeline.status.report import why_json, why_text
 from sluice.pipeline.status.run_end import RunEnd
 from sluice.pipeline.status.snapshot import BrokerUse, CreditUse, Depth, Lag, Process, Snapshot, StallKind

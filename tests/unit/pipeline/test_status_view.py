@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from sluice.pipeline.status.descriptions import condition, credit, stage_text, stall_text, waits
-from sluice.pipeline.status.diagnosis import verdict
+from sluice.pipeline.status.inspection import verdict
 from sluice.pipeline.status.report import as_text
 from sluice.pipeline.status.snapshot import CreditUse, Depth, Lag, Lease, Process, Snapshot
 from sluice.pipeline.status.stages import Rates, stages

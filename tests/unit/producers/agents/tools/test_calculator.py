@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.producers.agents.tools import ToolBox
-from sluice.producers.agents.tools.calculator import calculator
+from sluice.producers.agents.tools.registry import calculator
 
 BOX = ToolBox(calculator((0, 0)), 20)
 WHOLE = st.integers(-(10**400), 10**400)
