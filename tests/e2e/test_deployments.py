@@ -1,8 +1,10 @@
-"""The other ways to start the roles: commands of docker-compose.yml and deploy/kubernetes, and arq's own command."""
+"""The other ways to start the roles: commands of docker-compose.yml, deploy/kubernetes and deploy/spot, arq's own."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import yaml
 from scripts import kubernetes as manifests
 from tests.chaos.blows import stop_while_it_holds_jobs
 from tests.e2e.fixtures import MakeStack, detection_rows
-from tests.e2e.processes import BIN
+from tests.e2e.processes import BIN, Process
 from tests.e2e.stack import Stack
 
 NO_JOBS = "jobs (none is ready)"
@@ -96,6 +98,29 @@ def test_the_pods_commands_probes_and_signals_run_to_the_end(make_stack: MakeSta
     first.signal(signal.SIGTERM)  # an eviction
     assert first.wait(60) in (0, 128 + signal.SIGTERM), first.tail()
     stack.finish()
+    stack.assert_exactly_once()
+
+
+def start_rented(stack: Stack) -> Process:
+    """deploy/spot/worker.sh, with what its callers put into its environment."""
+    place = {"CONFIG": str(stack.config_file), "INPUTS": str(stack.directory / "store")}
+    place |= {"INPUTS_AT": str(stack.directory / "inputs"), "LOOK_EVERY_S": "0.5"}
+    path = f"{BIN}:{os.environ['PATH']}"
+    return stack.spawn(["bash", str(ROOT / "deploy/spot/worker.sh")], name="rented", PATH=path, **place)
+
+
+def test_rented_workers_fetch_their_inputs_hand_back_and_end_with_the_run(make_stack: MakeStack) -> None:
+    stack = make_stack(detection_rows(24), sampling={"max_new_tokens": 120})
+    shutil.copytree(stack.tree["model"]["path"], stack.directory / "store/model")
+    stack.configure(model={"path": str(stack.directory / "inputs/model")})
+    first, _ = start_rented(stack), start_rented(stack)
+    stack.wait(lambda now: len(now.alive("worker")) == 2, "two workers with their inputs")
+    for role in ("produce", "consume", "train"):
+        stack.start(role)
+    stack.wait(lambda now: now.committed, "the first results")
+    first.signal(signal.SIGTERM)
+    assert first.wait(60) == 0, first.tail()
+    stack.finish()  # the other one ends by itself
     stack.assert_exactly_once()
 
 

@@ -41,9 +41,10 @@ def labels(doc: dict[str, Any]) -> dict[str, str]:
 
 
 def test_the_overlays_have_every_role() -> None:
-    assert set(OVERLAYS) == {"cpu", "gpu", "agents", "observability"}
+    assert set(OVERLAYS) == {"cpu", "gpu", "gpu-ranks", "agents", "observability", "kind"}
     always = {"redis", "producer", "worker", "scorer", "consumer", "evaluator", "trainer"}
     more = {"agents": {"gateway", "rollout-server"}, "observability": {"dashboard"}}
+    more |= {overlay: {"dashboard"} for overlay in ("kind", "gpu-ranks")}
     for overlay in OVERLAYS:
         assert {name for where, name in PODS if where == overlay} == always | more.get(overlay, set())
 
@@ -144,6 +145,12 @@ def test_secrets_are_referred_to_and_only_who_needs_the_broker_sees_it(overlay: 
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
+def test_all_of_an_overlay_is_in_one_namespace(overlay: str) -> None:
+    where = {doc["metadata"].get("namespace") for doc in OVERLAYS[overlay] if doc["kind"] != "Namespace"}
+    assert where == {"sluice"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_budget_and_a_service_find_their_pods(overlay: str) -> None:
     pods = [labels(doc) for doc in OVERLAYS[overlay] if manifests.pod(doc) is not None]
     for doc in OVERLAYS[overlay]:
@@ -170,11 +177,7 @@ def test_the_configuration_is_valid_and_its_run_is_the_one_that_keda_counts() ->
 
 
 def test_the_ranks_replace_the_one_trainer(tmp_path: Path) -> None:
-    kubernetes = tmp_path / "kubernetes"
-    shutil.copytree(manifests.MANIFESTS, kubernetes)
-    mine = kubernetes / "overlays/cpu/kustomization.yaml"
-    mine.write_text(mine.read_text().replace("components:\n", "components:\n  - ../../components/ranks\n"))
-    found = [doc["kind"] for doc in manifests.build(mine.parent) if doc["metadata"]["name"] == "trainer"]
+    found = [d["kind"] for d in with_components(tmp_path, "cpu", "ranks") if d["metadata"]["name"] == "trainer"]
     assert found == ["JobSet"]
     replicated = RANKS[0]["spec"]["replicatedJobs"][0]
     job = replicated["template"]["spec"]
@@ -183,3 +186,59 @@ def test_the_ranks_replace_the_one_trainer(tmp_path: Path) -> None:
     assert job["completions"] == job["parallelism"]
     host = f"{RANKS[0]['metadata']['name']}-{replicated['name']}-0-0.{RANKS[0]['metadata']['name']}"
     assert f"--master-addr={host}" in command, "JobSet names the first pod so"
+
+
+def with_components(tmp_path: Path, overlay: str, *names: str) -> list[dict[str, Any]]:
+    """An overlay with more components, before `pod`, as the page says."""
+    kubernetes = tmp_path / "kubernetes"
+    shutil.copytree(manifests.MANIFESTS, kubernetes)
+    mine = kubernetes / f"overlays/{overlay}/kustomization.yaml"
+    more = "".join(f"  - ../../components/{name}\n" for name in names)
+    last = "  - ../../components/pod\n"
+    mine.write_text(mine.read_text().replace(last, more + last))
+    return manifests.build(mine.parent)
+
+
+def test_a_store_is_reached_by_who_sees_the_broker_and_by_nobody_else(tmp_path: Path) -> None:
+    docs = with_components(tmp_path, "observability", "store")
+    assert list(manifests.faults(docs)) == []
+    pods = {doc["metadata"]["name"]: doc for doc in docs if manifests.pod(doc) is not None}
+    has = {name for name, doc in pods.items() if "envFrom" in manifests.containers(doc)[0]}
+    assert has == {"producer", "worker", "scorer", "consumer", "evaluator", "trainer", "dashboard"}
+    (policy,) = [doc for doc in docs if doc["metadata"]["name"] == "to-store"]
+    reached = {
+        name
+        for name, doc in pods.items()
+        if policy["spec"]["podSelector"]["matchLabels"].items() <= labels(doc).items()
+    }
+    assert reached == has
+
+
+def test_one_node_of_a_laptop_has_room_for_all_of_kind() -> None:
+    docs = OVERLAYS["kind"]
+    claims = [doc["spec"] for doc in docs if doc["kind"] == "PersistentVolumeClaim"]
+    claims += [claim["spec"] for doc in docs for claim in doc.get("spec", {}).get("volumeClaimTemplates", ())]
+    assert [claim["accessModes"] for claim in claims] == [["ReadWriteOnce"]] * 3
+    asked = [one["resources"]["requests"] for doc in docs for one in manifests.containers(doc)]
+    assert sum(int(request["cpu"].removesuffix("m")) for request in asked) <= 1000
+    memory = {"Gi": 1024, "Mi": 1}
+    assert sum(int(request["memory"][:-2]) * memory[request["memory"][-2:]] for request in asked) <= 9 * 1024
+
+
+def test_every_gpu_of_the_ranks_is_one_of_a_process() -> None:
+    (ranks,) = [doc for doc in OVERLAYS["gpu-ranks"] if doc["kind"] == "JobSet"]
+    (container,) = manifests.containers(ranks)
+    (count,) = [one["value"] for one in container["env"] if one["name"] == "RANKS_PER_NODE"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == count
+
+
+def test_the_scrape_job_finds_the_service_of_the_processes() -> None:
+    ((job,), service) = (
+        yaml.safe_load((manifests.ROOT / "deploy/prometheus/kubernetes.yml").read_text()),
+        next(
+            doc for doc in OVERLAYS["observability"] if (doc["kind"], doc["metadata"]["name"]) == ("Service", "metrics")
+        ),
+    )
+    (found,) = job["dns_sd_configs"]
+    assert found["names"] == [f"metrics.{service['metadata']['namespace']}.svc"]
+    assert found["port"] == service["spec"]["ports"][0]["port"]
