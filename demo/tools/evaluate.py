@@ -20,7 +20,7 @@ from sluice.pipeline.config.types import RolloutServerConfig
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.producers.agents.tools import ToolBox, load_tools
-from sluice.producers.gateway.tool_calls import Hermes, assistant_message
+from sluice.producers.gateway.parsers import Hermes, assistant_message
 from sluice.workers.engine.generation_engine import GenerationEngine
 from sluice.workers.engine.requests import GenerationOptions, ModelLoadConfig, TextGenerationRequest
 from sluice.workers.model_files import load_tokenizer

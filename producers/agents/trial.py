@@ -33,11 +33,10 @@ from sluice.pipeline.wire.messages import ImageRef, Message, SamplingParams, Seq
 from sluice.producers.agents.executor import Execution
 from sluice.producers.agents.state import app_state
 from sluice.producers.agents.tools.image import ToolImage
-from sluice.producers.gateway.completion import chat_completion
+from sluice.producers.gateway.answers import chat_completion
 from sluice.producers.gateway.images import RequestImages
-from sluice.producers.gateway.tool_calls import ToolParser, assistant_message
+from sluice.producers.gateway.parsers import ToolParser, assistant_message, load_parser
 from sluice.producers.gateway.turns import Plan, plan_turn
-from sluice.producers.gateway.vllm_parsers import load_parser
 from sluice.producers.http.schemas import (
     CompletionsRequest,
     CompletionsResponse,

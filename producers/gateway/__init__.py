@@ -1,25 +1,22 @@
 """The gateway: OpenAI-style completions over the decode queue, and rollouts that keep the tokens as sampled.
 
 ```
-POST /v1/chat/completions ─ requests ─▶ chat ─ turns ─▶ DecodeJob ─▶ workers ─▶ decoding ─▶ completion
-                                         │                                         │
-                                         └──────── Rollouts (Redis) ◀── add(turn) ─┘
-POST /v1/rollout/{id}/finish ─▶ trajectory ─▶ Rollouts.publish ─▶ result stream
-POST /v1/completions, /inference/v1/generate ─ token_requests ─▶ chat ─▶ … ─▶ token_answers
-POST /infer/ {infer_requests, request_config} ─▶ infer ─▶ [Envelope]
+POST … ─ apis ─▶ ChatCall, TokenCall ─ chat ─ turns ─▶ DecodeJob ─▶ workers ─▶ decoding ─▶ answers ─ apis ─▶ answer
+                                        │                                         │
+                                        └──────── Rollouts (Redis) ◀── add(turn) ─┘
+POST /v1/rollout/{id}/finish ─ apis ─ turns: trajectories ─▶ Rollouts.publish ─▶ result stream
 ```
 
-| module                  | noun                                                                         |
-|-------------------------|------------------------------------------------------------------------------|
-| server, routes, service | the process and its ASGI application, its routes, their shared parts         |
-| openapi                 | examples and answers of the routes, for the page at /docs                    |
-| requests, fields        | which requests are accepted: what is served, and every field that is not     |
-| refusals                | the errors                                                                   |
-| chat, infer, decoding   | a call from request to answer                                                |
-| turns, trajectory       | messages to turns, turns to training sequences                               |
-| token_routes            | the same without a chat: text or token ids, and the tokenizer                |
-| token_requests, _answers | their requests and answers                                                  |
-| tool_calls              | text to tool calls (pure)                                                    |
-| completion              | results in OpenAI's format, whole or as events                               |
-| metrics                 | counts and durations of requests                                             |
+| module          | noun                                                                                     |
+|-----------------|------------------------------------------------------------------------------------------|
+| server, service | the process and its ASGI application; the parts that its routes share                    |
+| apis/           | the routes: a module for each API, from its request to its answer                        |
+| chat            | a call from request to answer, whatever the API it came by                               |
+| turns           | messages or tokens to a rollout's next turn, its turns to training sequences             |
+| decoding        | a job's tokens and results, until its caller has them                                    |
+| answers         | results as answers, whole or as text that grows                                          |
+| parsers         | text to tool calls and reasoning; tool calls forced by a grammar                         |
+| images          | the pictures of a request, stored by digest                                              |
+| refusals        | the errors                                                                               |
+| metrics         | counts and durations of requests                                                         |
 """

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -22,7 +22,7 @@ import msgspec
 from pydantic import BaseModel
 
 from sluice.pipeline.config.suggest import nearest
-from sluice.pipeline.config.types import Config
+from sluice.pipeline.config.types import Config, PolicyConfig
 from sluice.pipeline.errors import DeadlineExceeded
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.prompts.admission import MAX_TURNS
@@ -33,21 +33,77 @@ from sluice.pipeline.thread_pool import ThreadPool
 from sluice.pipeline.wire.keys import is_evaluated_rollout, tagged
 from sluice.pipeline.wire.messages import EVALUATION, DecodeJob, Message, SamplingParams, SequenceResult, TokenDelta
 from sluice.pipeline.wire.tokens import TokenArray
-from sluice.producers.gateway.completion import Answer
+from sluice.producers.gateway.answers import Answer
 from sluice.producers.gateway.decoding import Decoding
 from sluice.producers.gateway.images import RequestImages, Taken
 from sluice.producers.gateway.metrics import Metrics
+from sluice.producers.gateway.parsers import (
+    NO_TOOLS,
+    Parsed,
+    ToolChoice,
+    ToolParser,
+    VllmReasoningParser,
+    assistant_message,
+    read_calls,
+    with_calls,
+)
 from sluice.producers.gateway.refusals import Refusal, closed, unknown
-from sluice.producers.gateway.requests import ChatCall, TokenCall, alone_in_group, unscored
-from sluice.producers.gateway.structured_output import with_calls
-from sluice.producers.gateway.tool_calls import Parsed, ToolParser, assistant_message, read_calls
-from sluice.producers.gateway.trajectory import known_token_ids, path_to
-from sluice.producers.gateway.turns import Plan, digest, plan_tokens, plan_turn
-from sluice.producers.gateway.vllm_parsers import VllmReasoningParser
+from sluice.producers.gateway.turns import Plan, digest, known_token_ids, path_to, plan_tokens, plan_turn
+from sluice.producers.http.schemas import JsonObject
 
 T = TypeVar("T")
 
 _RENDERERS = 4  # tokenizing releases the GIL
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A conversation, in OpenAI's messages, whatever the API it came by."""
+
+    model: str
+    messages: Sequence[Message]
+    tools: Sequence[Any] = ()
+    response_mask: Sequence[int] | None = None
+    count: int = 1
+    stream: bool | None = False
+    rollout_id: str | None = None
+    tool_choice: ToolChoice = NO_TOOLS
+    template_kwargs: JsonObject = field(default_factory=dict[str, Any])
+    logprobs: bool = False  # asked for; a rollout's turns have them anyway
+
+    @property
+    def parses_tools(self) -> bool:
+        """Whether the answer is parsed for tool calls."""
+        return self.tool_choice.parses
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCall:
+    """A prompt of token ids."""
+
+    model: str
+    token_ids: list[int]
+    count: int = 1
+    stream: bool | None = False
+    rollout_id: str | None = None
+    parses_tools: bool = False
+    logprobs: bool = False  # as of a ChatCall
+
+
+def alone_in_group(policy: PolicyConfig) -> str:
+    """Why a group of one trains nothing under this policy; empty if it does."""
+    if not policy.enabled or (policy.advantage in ("reward", "reinforce_pp") and not policy.by_pairs):
+        return ""
+    what = f"policy.loss {policy.loss}" if policy.by_pairs else f"policy.advantage {policy.advantage}"
+    return (
+        f"{what} compares the rollouts of a group, so a group of one has advantage 0; open them with "
+        "POST /v1/rollouts and a group_id, group_size and index, or set policy.advantage to reward"
+    )
+
+
+def unscored(sampling: SamplingParams) -> SamplingParams:
+    """The same without the sampled tokens' logprobs, which nobody asked for."""
+    return msgspec.structs.replace(sampling, logprobs=False, top_logprobs=None)
 
 
 _REQUEST = "request_digest"  # in the metadata of a job with an idempotency key
@@ -61,8 +117,10 @@ class Once:
     digest: str  # of the request
 
     @classmethod
-    def of(cls, key: str, request: BaseModel, count: int, place: int = 0) -> Once:
-        """Whether an answer is streamed makes no difference. `place`: of the prompt, if there are several."""
+    def of(cls, key: str | None, request: BaseModel, count: int, place: int = 0) -> Once | None:
+        """None without a key. `place`: of the prompt, if there are several. Streamed or not makes no difference."""
+        if key is None:
+            return None
         sent = request.model_dump(mode="json", exclude={"stream", "stream_options", "request_id"})
         return cls(digest([type(request).__name__, key, count, place])[:24], digest(sent))
 

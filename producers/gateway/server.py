@@ -34,14 +34,17 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.thread_pool import lost_threads
 from sluice.pipeline.wire.waits import WaitKind
-from sluice.producers.gateway.agent_routes import MESSAGES_PATHS, agent_routes
-from sluice.producers.gateway.messages_api import MessagesErrors
+from sluice.producers.gateway.apis.chat_completions import chat_routes
+from sluice.producers.gateway.apis.completions import completion_routes
+from sluice.producers.gateway.apis.infer import infer_routes
+from sluice.producers.gateway.apis.messages import MESSAGES_PATHS, MessagesErrors, message_routes
+from sluice.producers.gateway.apis.openapi import errors
+from sluice.producers.gateway.apis.responses import response_routes
+from sluice.producers.gateway.apis.rollouts import rollout_routes
+from sluice.producers.gateway.apis.tokens import token_routes
 from sluice.producers.gateway.metrics import Measured
-from sluice.producers.gateway.openapi import errors
 from sluice.producers.gateway.refusals import Refusal, of_schema, refusal_of
-from sluice.producers.gateway.routes import chat_routes, rollout_routes
 from sluice.producers.gateway.service import Service, make_service
-from sluice.producers.gateway.token_routes import token_routes
 from sluice.producers.http import api_page
 from sluice.producers.tokenizer import load_policy_tokenizer
 
@@ -111,6 +114,9 @@ _TAGS = [
     {"name": "service", "description": "The state of this process, and its numbers."},
 ]
 
+_ROUTES = (
+    chat_routes, infer_routes, completion_routes, token_routes, message_routes, response_routes, rollout_routes,
+)  # fmt: skip
 
 _ABOUT = """\
 OpenAI's completions and vLLM's token routes, decoded by the workers of the queue; any client of these APIs can ask.
@@ -155,10 +161,8 @@ def make_app(service: Service, key: str | None) -> FastAPI:
     app.add_middleware(BearerAuth, key=key, open_paths=(*OPEN_PATHS, *api_page.OPEN_PATHS))
     app.add_middleware(MessagesErrors, paths=MESSAGES_PATHS)
     app.add_middleware(Measured, metrics=service.metrics, tracing=service.tracing, name=service.name)
-    app.include_router(chat_routes(service))
-    app.include_router(token_routes(service))
-    app.include_router(agent_routes(service))
-    app.include_router(rollout_routes(service))
+    for routes in _ROUTES:
+        app.include_router(routes(service))
     _service_routes(app, service)
     api_page.add_api_page(app)
     app.exception_handler(RequestValidationError)(_schema)

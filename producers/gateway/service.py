@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pathlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from fastapi import Header, Path, Request
+from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
 from redis import RedisError
 from redis.asyncio import Redis
-from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
 
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.prompts.admission import Limits
@@ -24,19 +27,47 @@ from sluice.pipeline.queue.rollouts import Rollouts
 from sluice.pipeline.telemetry.spans import Waterfall
 from sluice.pipeline.telemetry.tracing import Tracing
 from sluice.pipeline.wire.keys import Keys
-from sluice.pipeline.wire.messages import DecodeJob, SequenceResult
-from sluice.producers.gateway.chat import Chat
+from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult, TokenDelta
+from sluice.producers.gateway.answers import Answer, TextStream
+from sluice.producers.gateway.chat import Chat, ChatCall
 from sluice.producers.gateway.decoding import Decoding, Exported
 from sluice.producers.gateway.images import RequestImages
-from sluice.producers.gateway.infer import Inference
 from sluice.producers.gateway.metrics import Metrics
+from sluice.producers.gateway.parsers import load_parser, load_reasoning_parser
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.stored_responses import StoredResponses
-from sluice.producers.gateway.trajectory import Closing
-from sluice.producers.gateway.vllm_parsers import load_parser, load_reasoning_parser
+from sluice.producers.http.schemas import MAX_ID_LENGTH, ROLLOUT_ID
 from sluice.producers.tokenizer import text_decoder, token_namer
 
+JSON = "application/json"
+
+RolloutHeader = Annotated[str | None, Header(description="Instead of `rollout_id` in the body.")]
+RolloutPath = Annotated[str, Path(description="Instead of `rollout_id` in the body.", examples=["r-1"])]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        min_length=1,
+        max_length=MAX_ID_LENGTH,
+        description="A repeated call with the same key gets the same answer. With a `rollout_id` every call does.",
+    ),
+]
+
+SCOPE = f"/rollouts/{ROLLOUT_ID}"
+
+
+class Events(StreamingResponse):
+    """A stream that releases its resources however it ends."""
+
+    def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            await super().__call__(scope, receive, send)
+
+
 _PING_S = 2.0
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -49,10 +80,8 @@ class Service:
     decoding: Decoding
     rollouts: Rollouts
     chat: Chat
-    closing: Closing
-    inference: Inference
     images: RequestImages
-    responses: StoredResponses
+    keys: Keys
     gate: Gate
     metrics: Metrics
     tracing: Tracing | None
@@ -77,6 +106,31 @@ class Service:
         except (TimeoutError, OSError, RedisError):
             return False
         return True
+
+    async def rendered(self, work: Callable[[], _T]) -> _T:
+        """Run it off the event loop, within the time of a request. Raises Refusal (504), and what it raises."""
+        until = time.monotonic() + self.config.gateway.request_timeout_s
+        return await self.chat.beside(work, until, "rendering the prompt")
+
+    def text_stream(self, call: ChatCall, sampling: SamplingParams) -> TextStream:
+        """Of the only answer."""
+        return TextStream(self.decode, sampling.stop, self.chat.marker(call))
+
+    async def counted(
+        self, first: TokenDelta | Answer, rest: AsyncGenerator[TokenDelta | Answer]
+    ) -> AsyncIterator[TokenDelta | Answer]:
+        """All events of a stream; its tokens are counted when its answer comes."""
+        one: TokenDelta | Answer | None = first
+        while one is not None:
+            if isinstance(one, Answer):
+                self.count_tokens(one)
+            yield one
+            one = await anext(rest, None)
+
+    def count_tokens(self, answer: Answer) -> None:
+        """For the metrics."""
+        self.metrics.tokens.labels("prompt").inc(len(answer.results[0].prompt_token_ids))
+        self.metrics.tokens.labels("completion").inc(sum(len(result.token_ids) for result in answer.results))
 
 
 def make_service(
@@ -106,10 +160,8 @@ def make_service(
         client=client,
         replies=replies,
         chat=chat,
-        closing=Closing(rollouts, metrics),
-        inference=Inference(config, replies.name, decoding, images),
         images=images,
-        responses=StoredResponses(client, keys, gateway.rollout_ttl_s),
+        keys=keys,
         gate=Gate(gateway.max_requests, metrics),
         tracing=tracing,
         name=name,
@@ -122,7 +174,7 @@ def make_service(
 
 
 def _exporter(config: Config, tracing: Tracing, name: str) -> Exported:
-    model = Path(config.model.path).name
+    model = pathlib.Path(config.model.path).name
 
     def export(job: DecodeJob, results: Sequence[SequenceResult]) -> None:
         spans = Waterfall(job.job_id, job.trace, model=model)
@@ -131,9 +183,6 @@ def _exporter(config: Config, tracing: Tracing, name: str) -> Exported:
             tracing.send(spans.spans)
 
     return export
-
-
-_T = TypeVar("_T")
 
 
 class Gate:

@@ -19,7 +19,7 @@ from sluice.pipeline.config import load_config
 from sluice.pipeline.config.types import ModelConfig, RolloutMatchingConfig, WorkerConfig
 from sluice.pipeline.errors import ConfigError, RequestError
 from sluice.pipeline.telemetry.training_metrics import METRICS
-from sluice.producers.gateway.infer import envelope
+from sluice.producers.gateway.apis.infer import envelope
 from sluice.workers.engine.backends import RoutedBackend, make_backend
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.guard.rules import GuardRules

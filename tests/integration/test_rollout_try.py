@@ -16,7 +16,7 @@ from sluice.producers.agents.tools import tool
 from sluice.producers.agents.tools.image import ToolImage
 from sluice.producers.agents.trial import GROUP
 from sluice.producers.cli import try_
-from sluice.producers.gateway.tool_calls import Call, Parsed
+from sluice.producers.gateway.parsers import Call, Parsed
 from sluice.workers.engine.local import open_engine
 from tests.pictures import png
 from tests.tiny_models import CONTEXT, save_tiny_model

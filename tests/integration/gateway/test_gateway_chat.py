@@ -14,7 +14,7 @@ import pytest
 from sluice.pipeline.config.types import BrokerConfig, Config, GatewayConfig
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import ARQ_ABORT, Keys
-from sluice.producers.gateway.tool_calls import Call, Parsed
+from sluice.producers.gateway.parsers import Call, Parsed
 from sluice.producers.tokenizer import load_renderer
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started

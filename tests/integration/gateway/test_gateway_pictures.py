@@ -23,7 +23,7 @@ from sluice.pipeline.images.store import ImageWriter, images_directory
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import ImageRef
 from sluice.producers.agents.tools import ToolImage, tool
-from sluice.producers.gateway.tool_calls import Call, Parsed
+from sluice.producers.gateway.parsers import Call, Parsed
 from sluice.producers.rollout_client.intake import heads_of
 from sluice.producers.source import Row, RowImage
 from sluice.workers.engine.hf import HfBackend

@@ -23,7 +23,7 @@ from sluice.bench.rollout import (
 )
 from sluice.pipeline.errors import ConfigError, SluiceError
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
-from sluice.producers.gateway.tool_calls import Hermes
+from sluice.producers.gateway.parsers import Hermes
 from sluice.producers.tokenizer import load_renderer
 from tests.benches import left_behind, run_bench
 

@@ -30,7 +30,7 @@ from sluice.pipeline.config.types import RolloutServerConfig
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.producers.agents.tools import load_tools
-from sluice.producers.gateway.tool_calls import Hermes, assistant_message
+from sluice.producers.gateway.parsers import Hermes, assistant_message
 from tests.tool_models import CONVERSATIONS, tool_model
 
 CODEC: Any = build_tokenizer()

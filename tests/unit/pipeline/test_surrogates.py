@@ -12,7 +12,7 @@ from sluice.pipeline.errors import ConfigError, MessageError
 from sluice.pipeline.prompts.rows import Malformed, read_rows
 from sluice.pipeline.wire.codec import lone_surrogate
 from sluice.pipeline.wire.messages import DecodeJob, ImageRef, SamplingParams
-from sluice.producers.gateway.infer import read_call
+from sluice.producers.gateway.apis.infer import read_call
 from sluice.producers.http.strict_json import decode
 from sluice.producers.source import Row
 from sluice.workers.offline.prompt_file import PromptRow

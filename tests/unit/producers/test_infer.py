@@ -10,7 +10,7 @@ import pytest
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.wire.messages import SamplingParams, SequenceResult
 from sluice.pipeline.wire.tokens import Runs
-from sluice.producers.gateway.infer import encode_envelopes, envelope, read_call
+from sluice.producers.gateway.apis.infer import encode_envelopes, envelope, read_call
 from tests.factories import sequence_result
 
 CUT = {"repeat_terminate": 1, "active": 1, "rule": "ngram", "at_token": 2}

@@ -20,9 +20,11 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 from openai.types.responses.response_input_param import FunctionCallOutput
 from pydantic import ValidationError
 
-from sluice.producers.gateway import fields
-from sluice.producers.gateway.fields import ListedSchema
-from sluice.producers.gateway.messages_api import (
+from sluice.producers.gateway.apis import fields
+from sluice.producers.gateway.apis.chat_completions import ChatRequest
+from sluice.producers.gateway.apis.completions import CompletionRequest
+from sluice.producers.gateway.apis.fields import ListedSchema
+from sluice.producers.gateway.apis.messages import (
     ApiTool,
     CountRequest,
     ImageBlock,
@@ -31,9 +33,8 @@ from sluice.producers.gateway.messages_api import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.requests import ChatRequest, FinishRequest, OpenRequest, StreamOptions
-from sluice.producers.gateway.responses_api import (
+from sluice.producers.gateway.apis.requests import StreamOptions, StructuredOutputs
+from sluice.producers.gateway.apis.responses import (
     CallItem,
     MessageItem,
     OutputItem,
@@ -41,14 +42,9 @@ from sluice.producers.gateway.responses_api import (
     ResponseTool,
     TextPart,
 )
-from sluice.producers.gateway.structured_output import StructuredOutputs
-from sluice.producers.gateway.token_requests import (
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    GenerateSampling,
-    TokenizeRequest,
-)
+from sluice.producers.gateway.apis.rollouts import FinishRequest, OpenRequest
+from sluice.producers.gateway.apis.tokens import DetokenizeRequest, GenerateRequest, GenerateSampling, TokenizeRequest
+from sluice.producers.gateway.refusals import Refusal
 
 
 def known(request: type[ListedSchema]) -> set[str]:

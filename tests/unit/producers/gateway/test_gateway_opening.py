@@ -8,9 +8,11 @@ import pytest
 from pydantic import ValidationError
 
 from sluice.pipeline.config.types import PolicyConfig
+from sluice.producers.gateway.apis.chat_completions import ChatRequest
+from sluice.producers.gateway.apis.requests import in_rollout
+from sluice.producers.gateway.apis.rollouts import FinishRequest, OpenRequest
+from sluice.producers.gateway.chat import alone_in_group
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.requests import ChatRequest, FinishRequest, OpenRequest, alone_in_group
-from sluice.producers.gateway.routes import in_rollout
 
 
 @pytest.mark.parametrize(

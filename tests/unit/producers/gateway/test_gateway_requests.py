@@ -12,10 +12,10 @@ from redis.exceptions import ResponseError
 
 from sluice.pipeline.errors import BrokerRefused, DeadlineExceeded, LeaseLost, MessageError, ResultsLost
 from sluice.pipeline.wire.messages import DeadLetter, Grammar, SamplingParams
+from sluice.producers.gateway.apis.chat_completions import ChatRequest
+from sluice.producers.gateway.apis.rollouts import FinishRequest
+from sluice.producers.gateway.parsers import NO_TOOLS, Hermes, ToolChoice, with_calls
 from sluice.producers.gateway.refusals import Refusal, of_letter, refusal_of
-from sluice.producers.gateway.requests import ChatRequest, FinishRequest
-from sluice.producers.gateway.structured_output import NO_TOOLS, ToolChoice, with_calls
-from sluice.producers.gateway.tool_calls import Hermes
 
 RUN = SamplingParams(max_new_tokens=77, temperature=0.5, stop=("x",), truncate_prompt=True)
 

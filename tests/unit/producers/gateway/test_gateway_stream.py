@@ -9,9 +9,9 @@ from typing import Any, get_args
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.wire.messages import FinishReason, TokenDelta
 from sluice.pipeline.wire.tokens import FloatArray, TokenArray
-from sluice.producers.gateway.completion import DONE, Answer, ChatStream, by_id, finish_reason, with_error
+from sluice.producers.gateway.answers import DONE, Answer, by_id, finish_reason, with_error
+from sluice.producers.gateway.apis.chat_completions import ChatRequest, ChatStream
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.requests import ChatRequest
 from tests.factories import sequence_result
 
 MESSAGES = [{"role": "user", "content": "a"}]

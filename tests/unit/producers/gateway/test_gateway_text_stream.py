@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from sluice.producers.gateway.completion import TextStream
-from sluice.producers.gateway.tool_calls import Hermes
+from sluice.producers.gateway.answers import TextStream
+from sluice.producers.gateway.parsers import Hermes
 
 MARKER = Hermes.marker
 PIECES = (

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.pipeline.errors import ConfigError
-from sluice.producers.gateway.tool_calls import Call, Hermes, Parsed, assistant_message, load_tool_parser, read_calls
+from sluice.producers.gateway.parsers import Call, Hermes, Parsed, assistant_message, load_tool_parser, read_calls
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Turn
 from sluice.pipeline.wire.messages import FinishReason, ImageRef, Reshaped, SamplingParams
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
-from sluice.producers.gateway.completion import repeat_terminate_triggered
-from sluice.producers.gateway.trajectory import Verdict, trajectories
+from sluice.producers.gateway.answers import repeat_terminate_triggered
+from sluice.producers.gateway.turns import Verdict, trajectories
 from tests.factories import sequence_result
 
 HEAD = RolloutHead(

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from sluice.pipeline.wire.messages import Grammar, SamplingParams
-from sluice.producers.gateway.messages_api import CountRequest, MessagesRequest, blocks_of, problem
+from sluice.producers.gateway.apis.messages import CountRequest, MessagesRequest, blocks_of, problem
+from sluice.producers.gateway.parsers import ToolChoice
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.structured_output import ToolChoice
 
 USER = {"role": "user", "content": "a"}
 TEXT = {"type": "text", "text": "b"}

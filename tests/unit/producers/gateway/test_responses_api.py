@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from sluice.pipeline.wire.messages import Grammar, SamplingParams
+from sluice.producers.gateway.apis.responses import ResponsesRequest, items_of
+from sluice.producers.gateway.parsers import ToolChoice
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.responses_api import ResponsesRequest, items_of
-from sluice.producers.gateway.structured_output import ToolChoice
 
 TEXT = {"type": "input_text", "text": "a"}
 USER = {"role": "user", "content": "a"}

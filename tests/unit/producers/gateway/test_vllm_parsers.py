@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 
 from sluice.pipeline.errors import ConfigError
-from sluice.producers.gateway.tool_calls import Call, Parsed, assistant_message, read_calls
-from sluice.producers.gateway.vllm_parsers import VllmReasoningParser, load_parser, load_reasoning_parser
+from sluice.producers.gateway.parsers import (
+    Call,
+    Parsed,
+    VllmReasoningParser,
+    assistant_message,
+    load_parser,
+    load_reasoning_parser,
+    read_calls,
+)
 from tests.tiny_models import build_tokenizer
 
 pytest.importorskip("vllm")

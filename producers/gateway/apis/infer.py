@@ -16,19 +16,23 @@ from contextlib import aclosing
 from typing import Any, Literal
 
 import msgspec
+from fastapi import APIRouter, Request, Response
 
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import MessageError
+from sluice.pipeline.errors import MessageError, RequestError
 from sluice.pipeline.prompts.admission import Limits, admit_json, admit_prompt
 from sluice.pipeline.prompts.rows import check_messages
 from sluice.pipeline.wire.codec import lone_surrogate_in_json, too_wide
 from sluice.pipeline.wire.keys import tagged
 from sluice.pipeline.wire.messages import MAX_GROUP, DecodeJob, Message, SamplingParams, SequenceResult
-from sluice.producers.gateway.completion import by_id, chat_completion, repeat_terminate_triggered
+from sluice.producers.gateway.answers import by_id, chat_completion, repeat_terminate_triggered
+from sluice.producers.gateway.apis.openapi import _ASKED, _JSON, INFER, errors
+from sluice.producers.gateway.chat import unscored
 from sluice.producers.gateway.decoding import Decoding
 from sluice.producers.gateway.images import RequestImages, Taken
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.requests import unscored
+from sluice.producers.gateway.service import JSON, Service, unless_gone
+from sluice.producers.http.strict_json import StrictRoute
 
 _NEUTRAL: dict[str, Any] = {
     "num_beams": 1,
@@ -216,3 +220,65 @@ class Inference:
                     results.append(event)
         await self._decoding.forget(job)
         return sorted(results, key=lambda result: result.index)
+
+
+def _written_out(struct: type) -> dict[str, Any]:
+    _, components = msgspec.json.schema_components([struct], ref_template="#/{name}")
+    return components[struct.__name__]
+
+
+INFER_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            _JSON: {
+                "schema": {
+                    "type": "object",
+                    "required": ["infer_requests"],
+                    "properties": {
+                        "infer_requests": {"type": "array", "items": _written_out(InferRequest)},
+                        "request_config": {
+                            **_written_out(RequestConfig),
+                            "type": ["object", "null"],
+                            "description": "Omitted fields use the run's settings.",
+                        },
+                    },
+                },
+                "example": {
+                    "infer_requests": [{"messages": [_ASKED]}],
+                    "request_config": {"max_tokens": 32, "temperature": 0},
+                },
+            }
+        },
+    }
+}
+
+
+def infer_routes(service: Service) -> APIRouter:
+    """Routes of one process."""
+    router = APIRouter(route_class=StrictRoute, tags=["completions"])
+    inference = Inference(service.config, service.replies.name, service.decoding, service.images)
+
+    @router.post(
+        "/infer/",
+        response_model=None,
+        summary="A batch of prompts with one set of options",
+        openapi_extra=INFER_BODY,
+        responses=INFER | errors(400, 401, 413, 422, 429, 500, 503, 504, 507),
+    )
+    async def infer(request: Request) -> Response:
+        """One chat completion for each output, in the order of the prompts, each in an envelope.
+
+        `coordexp.repeat_terminate_triggered` is 1 if the repeat guard ended the sequence.
+        """
+        try:
+            call = read_call(await request.body(), service.limits)
+        except MessageError as error:
+            raise Refusal(422, str(error)) from error
+        except RequestError as error:
+            raise Refusal(413, str(error)) from error
+        with service.gate.enter(len(call.infer_requests)):
+            envelopes = await unless_gone(request, inference.answer(call))
+        return Response(encode_envelopes(envelopes), media_type=JSON)
+
+    return router

@@ -17,22 +17,55 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
+from fastapi import APIRouter, Body, Request, Response
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
+from sluice.pipeline.http.errors import documented
+from sluice.pipeline.prompts.admission import image_parts
 from sluice.pipeline.wire.messages import Grammar, Message, SamplingParams, TokenDelta
-from sluice.producers.gateway import fields
-from sluice.producers.gateway.completion import Answer, TextStream, finish_reason, own_fields, texts, usage
-from sluice.producers.gateway.fields import ListedSchema
+from sluice.producers.gateway.answers import (
+    Answer,
+    TextStream,
+    finish_reason,
+    own_fields,
+    stop_reason,
+    texts,
+    usage,
+    with_error,
+)
+from sluice.producers.gateway.apis import fields
+from sluice.producers.gateway.apis.fields import ListedSchema
+from sluice.producers.gateway.apis.openapi import ERRORS, FAILURES, MESSAGES, MESSAGES_EXAMPLES
+from sluice.producers.gateway.apis.requests import (
+    SamplingOptions,
+    check_can_travel,
+    in_rollout,
+    of_response_format,
+    template_kwargs,
+)
+from sluice.producers.gateway.chat import ChatCall, Once
+from sluice.producers.gateway.parsers import ToolChoice, always_parallel
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.requests import ChatCall, SamplingOptions, check_can_travel, template_kwargs
-from sluice.producers.gateway.structured_output import ToolChoice, of_response_format
-from sluice.producers.gateway.token_answers import stop_reason
+from sluice.producers.gateway.service import (
+    JSON,
+    SCOPE,
+    Events,
+    IdempotencyKey,
+    RolloutHeader,
+    RolloutPath,
+    Service,
+    unless_gone,
+)
 from sluice.producers.http.schemas import MAX_ID_LENGTH, MAX_NAME_LENGTH, MAX_TOKENS_LIMIT, STOP, JsonObject
+from sluice.producers.http.strict_json import StrictRoute
 
 
 class Block(ListedSchema):
@@ -270,7 +303,7 @@ class _Conversation(ListedSchema):
         if kind not in ("auto", "none", *theirs):
             raise _refused("tool_choice.type", f"{kind!r:.80} is not one of auto, any, tool, none; correct it")
         if one and kind in ("auto", "none"):
-            fields.check_value(fields.PARALLEL, True, "tool_choice.disable_parallel_tool_use")
+            raise always_parallel("tool_choice.disable_parallel_tool_use")
         return ToolChoice.of(theirs.get(str(kind), kind), tools, one=one)
 
     def output(self) -> tuple[Grammar | None, str | None]:
@@ -514,3 +547,92 @@ def _translated(status: int, body: bytes) -> bytes:
         return msgspec.json.encode(problem(status, error["message"], error["param"]))
     except (msgspec.DecodeError, KeyError, TypeError):
         return body
+
+
+def messages_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The error answers of a route of Anthropic's API, in that API's form."""
+    return documented({status: ERRORS[status] for status in statuses}, MessagesProblem, problem)
+
+
+MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+_MessagesBody = Annotated[MessagesRequest, Body(openapi_examples=MESSAGES_EXAMPLES)]
+
+
+class Counted(BaseModel):
+    """The tokens of a conversation."""
+
+    input_tokens: int = Field(description="As the chat template renders it.")
+
+
+def message_routes(service: Service) -> APIRouter:
+    """Routes of one process."""
+    router = APIRouter(route_class=StrictRoute, tags=["agents"])
+    said: dict[str, Any] = {"response_model": None, "responses": MESSAGES | messages_errors(*FAILURES)}
+
+    @router.post("/v1/messages", summary="Anthropic's API: a message, or the next turn of a rollout", **said)
+    async def messages(
+        body: _MessagesBody,
+        request: Request,
+        x_rollout_id: RolloutHeader = None,
+        idempotency_key: IdempotencyKey = None,
+    ) -> Response:
+        """The conversation of a chat completion, in the form of Anthropic's clients. Errors have their form too."""
+        return await _message(service, in_rollout(body, header=x_rollout_id), request, idempotency_key)
+
+    @router.post(f"{SCOPE}/v1/messages", summary="Anthropic's API: the next turn of the rollout in the URL", **said)
+    async def turn(
+        rollout_id: RolloutPath, body: _MessagesBody, request: Request, x_rollout_id: RolloutHeader = None
+    ) -> Response:
+        """For agents whose only setting is the base URL: `{gateway}/rollouts/{rollout_id}`."""
+        return await _message(service, in_rollout(body, header=x_rollout_id, url=rollout_id), request)
+
+    @router.post("/v1/messages/count_tokens", summary="Tokens of a conversation", responses=messages_errors(*FAILURES))
+    async def count(body: CountRequest) -> Counted:
+        """Nothing is decoded."""
+        return await _count(service, body)
+
+    @router.post(
+        f"{SCOPE}/v1/messages/count_tokens",
+        summary="Tokens of a conversation, under a rollout's URL",
+        responses=messages_errors(*FAILURES),
+    )
+    async def count_of_rollout(rollout_id: RolloutPath, body: CountRequest) -> Counted:
+        """The same for every rollout, open or not."""
+        return await _count(service, body)
+
+    return router
+
+
+async def _message(
+    service: Service, body: MessagesRequest, request: Request, idempotency_key: str | None = None
+) -> Response:
+    service.chat.check_model(body.model, body.rollout_id)
+    call = body.call()
+    sampling = body.sampling(service.config.sampling)
+    made = MessagesAnswer(body, sampling, service.text_stream(call, sampling))
+    once = Once.of(idempotency_key, body, 1)
+    async with AsyncExitStack() as held:
+        held.enter_context(service.gate.enter())
+        source = await held.enter_async_context(aclosing(service.chat.events(call, sampling, once)))
+        first = await unless_gone(request, anext(source))  # refusals come before the first byte
+        if isinstance(first, Answer) and not body.stream:
+            service.count_tokens(first)
+            return Response(msgspec.json.encode(made.whole(first)), media_type=JSON)
+        events = with_error(made.events(service.counted(first, source)), error_event)
+        return Events(events, held.pop_all())
+    raise AssertionError("unreachable")
+
+
+async def _count(service: Service, body: CountRequest) -> Counted:
+    body.check()
+    service.chat.check_model(body.model)
+    messages = body.conversation()
+    if image_parts(messages):
+        message = "messages: an image's tokens are counted by the engine; remove the images"
+        raise Refusal(400, message, "messages")
+    kwargs = body.variables()
+    service.chat.check_template(kwargs, body.functions())
+    options = replace(service.renderer.options, tools=body.functions(), kwargs=kwargs)
+    with service.gate.enter():
+        prompt = partial(replace(service.renderer, options=options).prompt, messages)
+        return Counted(input_tokens=len(await service.rendered(prompt)))

@@ -1,6 +1,4 @@
-"""A result as an OpenAI chat completion, whole or as events, with extra fields for what OpenAI doesn't cover.
-
-    data: {role} ─ data: {content} … ─ data: {tool_calls} ─ data: {finish_reason, token_ids, …} ─ data: {usage} ─ [DONE]
+"""Results as an OpenAI chat completion, and the parts that other APIs share: endings, logprobs, text that grows.
 
 - `finish_reason` is one that OpenAI's clients know: `stop` for a natural end and for one forced by the repeat guard
   (there is an end-of-sequence token), `length` for everything cut short.
@@ -14,7 +12,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,10 +20,9 @@ import msgspec
 
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.wire.messages import FinishReason, Message, SequenceResult, TokenDelta
+from sluice.pipeline.wire.messages import FinishReason, Message, SamplingParams, SequenceResult, TokenDelta
 from sluice.pipeline.wire.sampled_tokens import Place
 from sluice.producers.gateway.refusals import Refusal, refusal_of
-from sluice.producers.gateway.requests import ChatRequest
 
 DONE = b"data: [DONE]\n\n"
 DecodeText = Callable[[Sequence[int]], str]
@@ -122,6 +119,21 @@ def finish_reason(result: SequenceResult, message: Message) -> str:
     return "tool_calls" if found == "stop" and message.get("tool_calls") else found
 
 
+def stop_reason(result: SequenceResult, sampling: SamplingParams) -> str | int | None:
+    """As in vLLM: the stop string or token of the request that ended it, else None."""
+    found = result.stop_reason
+    return found if found in sampling.stop or found in sampling.stop_token_ids else None
+
+
+def ending(result: SequenceResult, sampling: SamplingParams) -> dict[str, Any]:
+    """How a choice without a message ended."""
+    return {
+        "finish_reason": finish_reason(result, {}),
+        "stop_reason": stop_reason(result, sampling),
+        "repeat_terminate_triggered": repeat_terminate_triggered(result),
+    }
+
+
 def _choice(index: int, result: SequenceResult, message: Message, logprobs: NameToken | None) -> dict[str, Any]:
     return {
         "index": index,
@@ -202,37 +214,6 @@ def own_fields(answer: Answer) -> dict[str, Any]:
     return own if answer.rollout is None else {**own, "rollout": answer.rollout}
 
 
-class Chunks:
-    """The answer in pieces, each as plain values."""
-
-    def __init__(self, model: str, created: int, completion_id: str) -> None:
-        self._head = {"id": completion_id, "object": "chat.completion.chunk", "created": created, "model": model}
-
-    def delta(self, index: int, **delta: Any) -> dict[str, Any]:
-        """A piece of one choice."""
-        return {**self._head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
-
-    def last(self, answer: Answer, *, logprobs: NameToken | None) -> Iterator[dict[str, Any]]:
-        """How each choice ended, with its ids; the first one also has the answer's own fields."""
-        whole = answer.completion(logprobs=logprobs)
-        for choice in whole["choices"]:
-            kept = {key: value for key, value in choice.items() if key != "message"}
-            chunk = {**self._head, "choices": [{**kept, "delta": {}}]}
-            if choice["index"] == 0:
-                names = ("system_fingerprint", "prompt_token_ids", "token_ids", "logprobs", "rollout")
-                chunk |= {name: whole[name] for name in names if name in whole}
-            yield chunk
-
-    def usage(self, answer: Answer) -> dict[str, Any]:
-        """Token counts of all choices."""
-        return {**self._head, "choices": [], "usage": usage(answer.results)}
-
-
-def tool_call_deltas(message: Message) -> list[dict[str, Any]]:
-    """A message's calls in streaming format: numbered."""
-    return [{"index": index, **call} for index, call in enumerate(message.get("tool_calls") or [])]
-
-
 def event(value: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
@@ -265,61 +246,37 @@ async def texts(
             yield index, text
 
 
-class ChatStream:
-    """The events of one streamed answer."""
-
-    def __init__(
-        self,
-        request: ChatRequest,
-        *,
-        stop: Sequence[str],
-        decode: DecodeText,
-        marker: str | None,
-        name: str,
-        logprobs: NameToken | None = None,
-    ) -> None:
-        self._request, self._logprobs = request, logprobs
-        self._chunks = Chunks(request.model, int(time.time()), f"chatcmpl-{name}")
-        self._texts = [TextStream(decode, stop, marker) for _ in range(request.count)]
-
-    async def events(self, source: AsyncIterator[TokenDelta | Answer]) -> AsyncIterator[bytes]:
-        """Bytes to send; exceptions of `source` pass through."""
-        for index in range(len(self._texts)):
-            yield event(self._chunks.delta(index, role="assistant", content=""))
-        thoughts: list[dict[str, Any]] = []
-        async for one in texts(self._thinking(source, thoughts), self._texts):
-            while thoughts:  # before the text that follows them
-                yield event(thoughts.pop(0))
-            if isinstance(one, Answer):
-                for chunk in self._end(one):
-                    yield event(chunk)
-            else:
-                yield event(self._chunks.delta(one[0], content=one[1]))
-        yield DONE
-
-    async def _thinking(
-        self, source: AsyncIterator[TokenDelta | Answer], thoughts: list[dict[str, Any]]
-    ) -> AsyncIterator[TokenDelta | Answer]:
-        """The same; the answer's reasoning is put into `thoughts`."""
-        async for one in source:
-            if isinstance(one, Answer):
-                for index, message in enumerate(one.messages):
-                    if thought := message.get("reasoning"):
-                        thoughts.append(self._chunks.delta(index, reasoning=thought))
-            yield one
-
-    def _end(self, answer: Answer) -> Iterator[dict[str, Any]]:
-        for index, message in enumerate(answer.messages):
-            if calls := tool_call_deltas(message):
-                yield self._chunks.delta(index, tool_calls=calls)
-        yield from self._chunks.last(answer, logprobs=self._logprobs)
-        if self._request.wants_usage:
-            yield self._chunks.usage(answer)
-
-
 def place_of(delta: TokenDelta) -> int:
     """The index of its sequence among the answers of a prompt."""
     return int(delta.seq_id.rpartition(":")[2])
+
+
+def places_of(result: SequenceResult) -> list[Place]:
+    """The alternatives of each token; none if they weren't asked for."""
+    return [] if result.ranked is None else result.ranked.places()
+
+
+class Columns:
+    """What of each sequence has been sent: deltas may overlap, and the result has the rest."""
+
+    def __init__(self, count: int) -> None:
+        self._sent = [0] * count
+
+    def of_delta(self, delta: TokenDelta) -> tuple[int, list[int], list[float], list[Place]]:
+        """Its index, and the new tokens, logprobs and places. A delta that would leave a gap waits for the result."""
+        index = place_of(delta)
+        known = self._sent[index] - delta.offset
+        if known < 0:
+            return index, [], [], []
+        places = [] if delta.ranked is None else delta.ranked.places()[known:]
+        tokens, logprobs = list(delta.token_ids)[known:], list(delta.logprobs)[known:]
+        self._sent[index] += len(tokens)
+        return index, tokens, logprobs, places
+
+    def rest(self, result: SequenceResult) -> tuple[list[int], list[float], list[Place]]:
+        """What no delta brought."""
+        sent = self._sent[result.index]
+        return list(result.token_ids)[sent:], list(result.logprobs)[sent:], places_of(result)[sent:]
 
 
 class TextStream:

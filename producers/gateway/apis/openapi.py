@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from fastapi.openapi.models import Example
 from pydantic import Field
 
 from sluice.pipeline.http.errors import documented
-from sluice.producers.gateway.infer import InferRequest, RequestConfig
-from sluice.producers.gateway.messages_api import MessagesProblem
-from sluice.producers.gateway.messages_api import problem as messages_problem
 from sluice.producers.http.schemas import CompletionsResponse
 
 _JSON = "application/json"
@@ -282,38 +278,6 @@ GENERATE = _answer_of(
     'data: {"request_id":"9f2c",…,"choices":[{"index":0,"token_ids":[45],…}]}\n\ndata: [DONE]\n',
 )
 
-
-def _written_out(struct: type) -> dict[str, Any]:
-    _, components = msgspec.json.schema_components([struct], ref_template="#/{name}")
-    return components[struct.__name__]
-
-
-INFER_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            _JSON: {
-                "schema": {
-                    "type": "object",
-                    "required": ["infer_requests"],
-                    "properties": {
-                        "infer_requests": {"type": "array", "items": _written_out(InferRequest)},
-                        "request_config": {
-                            **_written_out(RequestConfig),
-                            "type": ["object", "null"],
-                            "description": "Omitted fields use the run's settings.",
-                        },
-                    },
-                },
-                "example": {
-                    "infer_requests": [{"messages": [_ASKED]}],
-                    "request_config": {"max_tokens": 32, "temperature": 0},
-                },
-            }
-        },
-    }
-}
-
 INFER: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "An envelope for each output.",
@@ -333,7 +297,10 @@ INFER: dict[int | str, dict[str, Any]] = {
     }
 }
 
-_ERRORS = {
+FAILURES = (400, 401, 404, 409, 413, 422, 429, 500, 503, 504, 507)
+"""Of a route that decodes."""
+
+ERRORS = {
     400: "The request cannot be served; the message says why.",
     401: "The key is missing or wrong.",
     404: "No such model or rollout.",
@@ -350,9 +317,4 @@ _ERRORS = {
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The error answers of a route."""
-    return documented({status: _ERRORS[status] for status in statuses})
-
-
-def messages_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The error answers of a route of Anthropic's API, in that API's form."""
-    return documented({status: _ERRORS[status] for status in statuses}, MessagesProblem, messages_problem)
+    return documented({status: ERRORS[status] for status in statuses})

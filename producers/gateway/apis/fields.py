@@ -283,11 +283,6 @@ REASONING: Mapping[str, Rule] = {
 }
 """Of the `reasoning` of a response."""
 
-PARALLEL = Rule(
-    "every call the model writes is returned", (False,), "choose required or one tool, or run one call only"
-)
-"""Of parallel calls that are switched off, where the model decides what it calls."""
-
 
 def check_value(rule: Rule, value: Any, name: str) -> None:
     """Raises Refusal (400) unless the value changes nothing."""

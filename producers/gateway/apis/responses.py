@@ -5,7 +5,7 @@
 | of theirs                                   | in the conversation                                     |
 |---------------------------------------------|---------------------------------------------------------|
 | `instructions`                              | a first message of the system, of this call alone       |
-| `previous_response_id`                      | the messages up to that answer (stored_responses.py)    |
+| `previous_response_id`                      | the messages up to that answer (StoredResponses)        |
 | a message item                              | a message; one of the assistant begins a turn of it     |
 | `function_call` items after it, or alone    | the calls of that turn                                  |
 | a `function_call_output` item               | a message of the role `tool`                            |
@@ -15,16 +15,23 @@ So an answer's items that are sent back are the message that was kept, and the n
 
 from __future__ import annotations
 
+import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
+from fastapi import APIRouter, Body, Request, Response
 from pydantic import ConfigDict, Discriminator, Field, Tag
+from redis.asyncio import Redis
 
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import MAX_ALTERNATIVES, Message, SamplingParams, TokenDelta
-from sluice.producers.gateway import fields
-from sluice.producers.gateway.completion import (
+from sluice.producers.gateway.answers import (
     Answer,
     NameToken,
     TextStream,
@@ -33,18 +40,36 @@ from sluice.producers.gateway.completion import (
     own_fields,
     texts,
     usage,
+    with_error,
 )
-from sluice.producers.gateway.fields import ListedSchema
-from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.requests import (
-    ChatCall,
+from sluice.producers.gateway.apis import fields
+from sluice.producers.gateway.apis.fields import ListedSchema
+from sluice.producers.gateway.apis.openapi import FAILURES, RESPONSES, RESPONSES_EXAMPLES, errors
+from sluice.producers.gateway.apis.requests import (
     SamplingOptions,
     StreamOptions,
+    StructuredOutputs,
     check_can_travel,
+    in_rollout,
+    of_response_format,
     template_kwargs,
 )
-from sluice.producers.gateway.structured_output import StructuredOutputs, ToolChoice, of_response_format
+from sluice.producers.gateway.chat import ChatCall, Once
+from sluice.producers.gateway.parsers import ToolChoice
+from sluice.producers.gateway.refusals import Refusal
+from sluice.producers.gateway.service import (
+    JSON,
+    SCOPE,
+    Events,
+    IdempotencyKey,
+    RolloutHeader,
+    RolloutPath,
+    Service,
+    unless_gone,
+)
+from sluice.producers.gateway.turns import digest, digests
 from sluice.producers.http.schemas import MAX_ID_LENGTH, MAX_NAME_LENGTH, MAX_TOKENS_LIMIT, STOP, JsonObject, TokenId
+from sluice.producers.http.strict_json import StrictRoute
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")  # the second one adds to reasoning items; there are none
@@ -500,3 +525,164 @@ class ResponsesAnswer:
         """The last event of a stream that failed."""
         error = refusal.body()["error"]
         return self._event("error", code=error["code"], message=error["message"], param=error["param"])
+
+
+_NAME = re.compile(r"resp_([0-9a-f]{24})([0-9a-f]{24})")
+_ROLLOUT = b"rollout"
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a response goes on from; the rollout is None for calls without one."""
+
+    messages: Sequence[Message] = ()
+    rollout_id: str | None = None
+    conversation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseName:
+    """The two parts of a response's id."""
+
+    conversation: str
+    response: str
+
+    def __str__(self) -> str:
+        return f"resp_{self.conversation}{self.response}"
+
+    @classmethod
+    def made(cls, within: str | None, asked: Any, history: History) -> ResponseName:
+        """`within`: the rollout or idempotency key, in which the same request has the same id; None: a new one."""
+        if within is None:
+            return cls(history.conversation or secrets.token_hex(12), secrets.token_hex(12))
+        return cls(digest(within)[:24], digest([within, asked])[:24])
+
+
+class StoredResponses:
+    """The conversations that `previous_response_id` goes on from; in the broker, so any gateway answers the next.
+
+        resp_<conversation><response> ─▶ hash of the conversation: response ─▶ its last message ─▶ the one before ─▶ …
+
+    - A message is stored once, under the digest of all up to it: a conversation costs its length, and a fork its tail.
+    - It is stored before the response is answered, and expires `ttl_s` after the conversation's last response.
+    - A conversation is a rollout's, and then names it; or one of calls without a rollout.
+    """
+
+    def __init__(self, client: Redis, keys: Keys, ttl_s: float) -> None:
+        self._client: Any = client
+        self._prefix, self._ttl_ms = keys.responses, int(ttl_s * 1000)
+
+    async def history(self, response_id: str) -> History:
+        """The messages up to and with that answer. Raises Refusal (400) if it isn't stored."""
+        if (found := _NAME.fullmatch(response_id)) is None:
+            raise _not_found(response_id)
+        stored: dict[bytes, bytes] = await self._client.hgetall(self._prefix + found[1])
+        at = stored.get(b"r:" + found[2].encode())
+        messages: list[Message] = []
+        while at:
+            link = stored.pop(b"m:" + at, None)  # each once: a damaged chain may not be a circle
+            if link is None:  # the broker has lost a part
+                raise _not_found(response_id)
+            try:
+                at, message = msgspec.msgpack.decode(link, type=tuple[bytes, dict[str, Any]])
+            except msgspec.MsgspecError as error:
+                key = self._prefix + found[1]
+                raise MessageError(f"{response_id}: damaged in the broker ({error}); delete the key {key}") from error
+            messages.append(message)
+        if not messages:
+            raise _not_found(response_id)
+        rollout_id = stored.get(_ROLLOUT)
+        return History(messages[::-1], None if rollout_id is None else rollout_id.decode(), found[1])
+
+    async def put(self, name: ResponseName, messages: Sequence[Message], rollout_id: str | None) -> None:
+        """Keep all messages of a conversation, its answer the last one. Raises RedisError."""
+        places = [b"", *(place.encode() for place in digests(messages)[1:])]
+        fields: dict[bytes, bytes] = {
+            b"m:" + place: msgspec.msgpack.encode((places[at], message))
+            for at, (place, message) in enumerate(zip(places[1:], messages, strict=True))
+        }
+        fields[b"r:" + name.response.encode()] = places[-1]
+        if rollout_id is not None:
+            fields[_ROLLOUT] = rollout_id.encode()
+        key = self._prefix + name.conversation
+        async with self._client.pipeline(transaction=True) as pipe:
+            pipe.hset(key, mapping=fields)
+            pipe.pexpire(key, self._ttl_ms)
+            await pipe.execute()
+
+
+def _not_found(response_id: str) -> Refusal:
+    message = (
+        f"previous_response_id: {response_id:.80} is not stored: it had store: false, or it is older than "
+        "gateway.rollout_ttl_s; send the whole conversation as input"
+    )
+    return Refusal(400, message, "previous_response_id", code="previous_response_not_found")
+
+
+_ResponsesBody = Annotated[ResponsesRequest, Body(openapi_examples=RESPONSES_EXAMPLES)]
+
+
+def response_routes(service: Service) -> APIRouter:
+    """Routes of one process."""
+    router = APIRouter(route_class=StrictRoute, tags=["agents"])
+    stored = StoredResponses(service.client, service.keys, service.config.gateway.rollout_ttl_s)
+    said: dict[str, Any] = {"response_model": None, "responses": RESPONSES | errors(*FAILURES)}
+
+    @router.post("/v1/responses", summary="OpenAI's responses: one, or the next turn of a rollout", **said)
+    async def responses(
+        body: _ResponsesBody,
+        request: Request,
+        x_rollout_id: RolloutHeader = None,
+        idempotency_key: IdempotencyKey = None,
+    ) -> Response:
+        """The conversation of a chat completion as items. It is stored, unless `store` is false, for later responses.
+
+        A response that goes on from one of a rollout is that rollout's next turn.
+        """
+        return await _respond(service, stored, in_rollout(body, header=x_rollout_id), request, idempotency_key)
+
+    @router.post(f"{SCOPE}/v1/responses", summary="OpenAI's responses: the next turn of the rollout in the URL", **said)
+    async def turn(
+        rollout_id: RolloutPath, body: _ResponsesBody, request: Request, x_rollout_id: RolloutHeader = None
+    ) -> Response:
+        """For agents whose only setting is the base URL: `{gateway}/rollouts/{rollout_id}/v1`."""
+        return await _respond(service, stored, in_rollout(body, header=x_rollout_id, url=rollout_id), request)
+
+    return router
+
+
+async def _respond(
+    service: Service,
+    stored: StoredResponses,
+    body: ResponsesRequest,
+    request: Request,
+    idempotency_key: str | None = None,
+) -> Response:
+    service.chat.check_model(body.model)
+    body.check()
+    history = History()
+    if body.previous_response_id is not None:
+        history = await stored.history(body.previous_response_id)
+        body = in_rollout(body, conversation=history.rollout_id)
+    call, sampling = body.call(history.messages), body.sampling(service.config.sampling)
+    asked = [call.messages, call.tools, msgspec.to_builtins(sampling)]
+    name = ResponseName.made(call.rollout_id or idempotency_key, asked, history)
+    made = ResponsesAnswer(body, str(name), service.text_stream(call, sampling), service.token_names)
+    once = Once.of(idempotency_key, body, 1)
+
+    async def store(answer: Answer) -> None:
+        if body.store is not False:
+            kept = [*answer.asked[body.leading :], answer.messages[0]]
+            await stored.put(name, kept, call.rollout_id)
+
+    async with AsyncExitStack() as held:
+        held.enter_context(service.gate.enter())
+        source = await held.enter_async_context(aclosing(service.chat.events(call, sampling, once)))
+        first = await unless_gone(request, anext(source))  # refusals come before the first byte
+        if isinstance(first, Answer) and not body.stream:
+            service.count_tokens(first)
+            await store(first)
+            return Response(msgspec.json.encode(made.whole(first)), media_type=JSON)
+        events = with_error(made.events(service.counted(first, source), store), made.error_event)
+        return Events(events, held.pop_all())
+    raise AssertionError("unreachable")
