@@ -13,7 +13,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -51,6 +51,14 @@ class Retries:
     ending_s: float = 5.0  # for reporting a rollout's end after its deadline
 
 
+@dataclass(frozen=True)
+class Clock:
+    """Seconds, and how they pass: a test of long outages has its own."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
 class Trainer(Protocol):
     """What a rollout needs from its trainer; `until` is on the time.monotonic() clock.
 
@@ -73,7 +81,7 @@ class Trainer(Protocol):
 
 
 class TrainerClient:
-    """Calls of one rollout; `until` is on the time.monotonic() clock."""
+    """Calls of one rollout; `until` is on the clock."""
 
     def __init__(
         self,
@@ -83,7 +91,9 @@ class TrainerClient:
         max_bytes: int,
         retries: Retries,
         on_retry: Callable[[str], None] = lambda reason: None,
+        clock: Clock = Clock(),
     ) -> None:
+        self._clock = clock
         self._session, self._max_bytes, self._retries, self._on_retry = session, max_bytes, retries, on_retry
         self._base, self._rollout_id = request.server_url, request.rollout_id
         self._key = None if request.callback_api_key is None else request.callback_api_key.get_secret_value()
@@ -124,7 +134,7 @@ class TrainerClient:
         patience_s = self._retries.patience_s if patience_s is None else patience_s
         refused: RolloutError | None = None
         while True:
-            is_last = until - time.monotonic() < 2 * self._retries.most_s
+            is_last = until - self._clock.now() < 2 * self._retries.most_s
             self.held_up = refused if is_last else None
             try:
                 answer = await self._try(path, body, until)
@@ -136,7 +146,7 @@ class TrainerClient:
                 raise
             except _Again as again:
                 refused = again.error
-                now, wait = time.monotonic(), max(again.after_s, pause * random.uniform(0.75, 1.25))
+                now, wait = self._clock.now(), max(again.after_s, pause * random.uniform(0.75, 1.25))
                 full = again.error.category == "rate_limited"
                 failing_since = None if full else failing_since or now
                 patient = failing_since is None or now + wait - failing_since <= patience_s
@@ -144,14 +154,14 @@ class TrainerClient:
                     raise again.error from again
                 self._on_retry(again.error.category)
                 get_logger().warning("retrying the trainer", rollout=self._rollout_id, why=str(again.error), in_s=wait)
-                await asyncio.sleep(wait)
+                await self._clock.sleep(wait)
                 pause = min(2 * pause, self._retries.most_s)
 
     async def _try(self, path: str, body: bytes, until: float) -> bytes:
         headers = {"Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
-        url, left = URL(self._base + path, encoded=True), until - time.monotonic()
+        url, left = URL(self._base + path, encoded=True), until - self._clock.now()
         if left <= 0:
             raise RolloutError("timeout", f"no time was left to call {path} of the trainer")
         try:
