@@ -424,6 +424,8 @@ class Chat:
             thought, text = self._reasoning.split(text, raw_text, request.template_kwargs)
             raw_text = raw_text[raw_text.rfind(text) :] if text else ""
         parsed = read_calls(self.parser, text, raw_text, request.tools) if request.parses_tools else Parsed(text)
+        if request.tool_choice.one:
+            parsed = replace(parsed, calls=parsed.calls[:1])
         return assistant_message(parsed, key, thought)
 
     def _without_end(self, text: str) -> str:

@@ -36,6 +36,9 @@ _DATA_HEAD = re.compile(r"data:image/[a-z0-9.+-]{1,40}(;[a-z0-9=_.-]{1,40}){0,4}
 _LONGEST_HEAD = 256
 _WRITERS, _WRITE_S = 4, 60.0
 _Made = TypeVar("_Made")
+FULL_DETAIL = (None, "auto", "high")
+"""What a part may ask of its image's `detail`: images are processed as model.preprocess says."""
+
 _TAKEN = "an image must be an http or https URL, data:image/…;base64,…, or sha256:… of a picture in images.store"
 
 
@@ -174,7 +177,7 @@ _Place = tuple[int, int, str, dict[str, Any]]  # message, part, both as a path, 
 
 
 def _parts(messages: Sequence[Message]) -> list[_Place]:
-    """The image parts in order. Raises Refusal (400) for a part that is neither an image nor a text."""
+    """The image parts in order. Raises Refusal (400) for one that is neither an image nor a text."""
     found: list[_Place] = []
     for place, message in enumerate(messages):
         content = message.get("content")
@@ -187,6 +190,10 @@ def _parts(messages: Sequence[Message]) -> list[_Place]:
                 raise Refusal(
                     400, f"{where}: a part must be of type text, with a text, or image_url, not {kind!r:.40}", where
                 )
+            asked = part.get("image_url")
+            if isinstance(asked, dict) and asked.get("detail") not in FULL_DETAIL:
+                where = f"{where}.image_url.detail"
+                raise Refusal(400, f"{where}: images are processed as model.preprocess says; remove it", where)
             found.append((place, at, where, part))
     return found
 

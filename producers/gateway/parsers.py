@@ -165,17 +165,16 @@ class ToolChoice:
     parses: bool = True  # calls are told apart from the text
     must: bool = False  # the answer is calls
     name: str | None = None  # of this tool; None: of any
-    one: bool = False  # a single call
+    one: bool = False  # a single call: calls that the model writes after it are left out of the answer
 
     @classmethod
     def of(
         cls, choice: Any, tools: Sequence[JsonObject], *, one: bool = False, where: str = "tool_choice"
     ) -> ToolChoice:
         """OpenAI's: `auto`, `none`, `required` or a function. `one`: parallel calls are off. Raises Refusal (400)."""
-        if choice == "none" or (choice in (None, "auto") and not one):
-            return cls(parses=bool(tools) and choice != "none")
-        if choice in (None, "auto"):
-            raise always_parallel("parallel_tool_calls")
+        if choice in (None, "auto", "none"):
+            parses = bool(tools) and choice != "none"
+            return cls(parses=parses, one=one and parses)
         name = _named(choice)
         if choice != "required" and name is None:
             shown = 'it may be "auto", "none", "required", or {"type": "function", "function": {"name": …}}'
@@ -188,12 +187,6 @@ class ToolChoice:
 
 
 NO_TOOLS = ToolChoice(parses=False)
-
-
-def always_parallel(path: str) -> Refusal:
-    """Of a field that switches parallel calls off where the model decides what it calls."""
-    why = "every call the model writes is returned; choose required or one tool, or run one call only"
-    return Refusal(400, f"{path} is not supported: {why}", path)
 
 
 class Structured(Protocol):

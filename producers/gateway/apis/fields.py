@@ -47,7 +47,6 @@ _ENGINES_OWN = Rule("it is vLLM's own and would not reach its engine")
 _PROMPT_LOGPROBS = Rule("prompt_logprobs are of all its tokens, or none")
 _TRUNCATED = Rule("a prompt is decoded whole or refused", instead="shorten the prompt")
 _UNREAD = Rule("a grammar holds for every token, thoughts included")
-_EXPERTS = Rule("routed experts are not returned", (0,))
 _NO_IMAGE_OPTIONS = Rule("images are processed as model.preprocess says", ({},))
 
 _SAMPLING: dict[str, Rule] = {
@@ -57,7 +56,7 @@ _SAMPLING: dict[str, Rule] = {
     "repetition_detection": Rule(
         "repetition is ended by the run's repeat guard", instead="configure `repeat_terminate`, or remove it"
     ),
-    "routed_experts_prompt_start": _EXPERTS,
+    "routed_experts_prompt_start": LABEL,  # where they would begin; none are returned
     "stream_interval": Rule("gateway.stream_tokens sets the tokens of an event"),
     "thinking_token_budget": Rule("reasoning isn't told apart from the answer", instead="use max_tokens, or remove it"),
     "watermarking": Rule("nothing is watermarked", (False,)),
@@ -138,6 +137,7 @@ SAMPLING: Mapping[str, Rule] = {
     "output_text_buffer_length": LABEL,
     "prompt_logprob_start": _PROMPT_LOGPROBS,
     "prompt_logprob_token_ids": _PROMPT_LOGPROBS,
+    "return_token_ids": LABEL,  # vLLM has it beside sampling_params; prime-rl sends it in there
     "skip_clone": LABEL,
     "skip_reading_prefix_cache": LABEL,
     "skip_special_tokens": LABEL,  # of the text
@@ -278,8 +278,8 @@ TEXT: Mapping[str, Rule] = {"verbosity": CHAT["verbosity"]}
 """Of the `text` of a response."""
 
 REASONING: Mapping[str, Rule] = {
-    "generate_summary": Rule("nothing is summarised"),
-    "summary": Rule("nothing is summarised"),
+    "generate_summary": Rule("nothing is summarised", ("auto",)),
+    "summary": Rule("nothing is summarised", ("auto",)),  # auto: of reasoning items, of which there are none
 }
 """Of the `reasoning` of a response."""
 

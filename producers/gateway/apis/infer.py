@@ -24,7 +24,7 @@ from sluice.pipeline.prompts.admission import Limits, admit_json, admit_prompt
 from sluice.pipeline.prompts.rows import check_messages
 from sluice.pipeline.wire.codec import lone_surrogate_in_json, too_wide
 from sluice.pipeline.wire.keys import tagged
-from sluice.pipeline.wire.messages import MAX_GROUP, DecodeJob, Message, SamplingParams, SequenceResult
+from sluice.pipeline.wire.messages import MAX_GROUP, DecodeJob, Grammar, Message, SamplingParams, SequenceResult
 from sluice.producers.gateway.answers import by_id, chat_completion, repeat_terminate_triggered
 from sluice.producers.gateway.apis.openapi import _ASKED, _JSON, INFER, errors
 from sluice.producers.gateway.chat import unscored
@@ -34,16 +34,7 @@ from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.service import JSON, Service, unless_gone
 from sluice.producers.http.strict_json import StrictRoute
 
-_NEUTRAL: dict[str, Any] = {
-    "num_beams": 1,
-    "stream": False,
-    "top_logprobs": None,
-    "best_of": None,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "length_penalty": 1.0,
-    "structured_outputs_regex": None,
-}
+_NEUTRAL: dict[str, Any] = {"num_beams": 1, "stream": False, "best_of": None, "length_penalty": 1.0}
 
 
 class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,20 +45,20 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     top_k: int | None = None  # -1 and 0 turn it off
     top_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    structured_outputs_regex: str | None = None  # the text matches it
     stop: list[str] | None = None
     seed: int | None = None
     n: int = 1
     logprobs: bool = False
+    top_logprobs: int | None = None  # the likeliest tokens in each entry of logprobs
     return_details: bool = False  # token ids are always returned
     # Not supported; only these values are accepted:
     num_beams: int = 1
     stream: bool = False
-    top_logprobs: int | None = None
     best_of: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     length_penalty: float = 1.0
-    structured_outputs_regex: str | None = None
 
     def __post_init__(self) -> None:
         for name, neutral in _NEUTRAL.items():
@@ -75,19 +66,26 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ValueError(f"{name} {value!r} is not supported; remove it")
         if not 1 <= self.n <= MAX_GROUP:
             raise ValueError(f"n must be in 1..{MAX_GROUP}, got {self.n}")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs: true; send it")
 
     def sampling(self, default: SamplingParams) -> SamplingParams:
         """These options over the run's. Raises MessageError for a value out of range."""
-        given = {
+        given: dict[str, Any] = {
             "max_new_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
             "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "top_logprobs": self.top_logprobs or None,
             "stop": None if self.stop is None else tuple(self.stop),
             "seed": self.seed,
         }
         try:
+            if self.structured_outputs_regex is not None:
+                given["grammar"] = Grammar(kind="regex", text=self.structured_outputs_regex)
             found = msgspec.structs.replace(
                 default, **{key: value for key, value in given.items() if value is not None}
             )

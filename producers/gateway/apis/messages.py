@@ -52,7 +52,7 @@ from sluice.producers.gateway.apis.requests import (
     template_kwargs,
 )
 from sluice.producers.gateway.chat import ChatCall, Once
-from sluice.producers.gateway.parsers import ToolChoice, always_parallel
+from sluice.producers.gateway.parsers import ToolChoice
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.service import (
     JSON,
@@ -302,8 +302,6 @@ class _Conversation(ListedSchema):
         theirs = {"any": "required", "tool": {"type": "function", "name": choice.get("name")}}
         if kind not in ("auto", "none", *theirs):
             raise _refused("tool_choice.type", f"{kind!r:.80} is not one of auto, any, tool, none; correct it")
-        if one and kind in ("auto", "none"):
-            raise always_parallel("tool_choice.disable_parallel_tool_use")
         return ToolChoice.of(theirs.get(str(kind), kind), tools, one=one)
 
     def output(self) -> tuple[Grammar | None, str | None]:

@@ -55,6 +55,7 @@ from sluice.producers.gateway.apis.requests import (
     template_kwargs,
 )
 from sluice.producers.gateway.chat import ChatCall, Once
+from sluice.producers.gateway.images import FULL_DETAIL
 from sluice.producers.gateway.parsers import ToolChoice
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.service import (
@@ -91,7 +92,7 @@ class ImagePart(_Listed):
     """A picture by its URL, which may be a data URL."""
 
     image_url: str
-    detail: str | None = Field(default=None, description="`auto`, or null.")
+    detail: str | None = Field(default=None, description="`auto`, `high`, or null.")
 
 
 class OtherPart(_Listed):
@@ -379,7 +380,7 @@ def _content(content: Any, where: str) -> str | list[JsonObject]:
         if isinstance(part, TextPart):
             parts.append({"type": "text", "text": part.text})
             continue
-        if part.detail not in (None, "auto"):
+        if part.detail not in FULL_DETAIL:
             raise _refused(f"{path}.detail", "images are processed as model.preprocess says; remove it")
         parts.append({"type": "image_url", "image_url": {"url": part.image_url}})
     return parts if any(part["type"] != "text" for part in parts) else "".join(part["text"] for part in parts)

@@ -52,6 +52,11 @@ def call_in_every_text(text: str) -> Parsed:
     return Parsed("", [Call("add", msgspec.json.encode({"text": text}).decode())])
 
 
+def calls_in_every_text(text: str) -> Parsed:
+    call = call_in_every_text(text).calls[0]
+    return Parsed("", [call, call])
+
+
 async def test_the_openai_client_is_answered_whole_and_in_a_stream(config: Config, backend: HfBackend) -> None:
     async with serving(config, backend) as gateway:
         messages: Any = [USER]
@@ -189,6 +194,24 @@ async def test_tool_calls_go_out_and_their_answers_come_back_as_context(
         assert "tool_calls" not in said(none)
 
 
+async def test_without_parallel_calls_the_first_is_the_answer_and_the_tokens_are_all_that_was_sampled(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    async with serving(with_gateway(config, tool_parser=f"{__name__}:calls_in_every_text"), backend) as gateway:
+        options: dict[str, Any] = {"tools": TOOLS, "seed": 3, **SHORT}
+        both = await gateway.chat([USER], **options)
+        assert len(said(both)["tool_calls"]) == 2
+        first = await gateway.chat([USER], rollout_id="one", parallel_tool_calls=False, **options)
+        assert [call["function"] for call in said(first)["tool_calls"]] == [said(both)["tool_calls"][0]["function"]]
+        assert first["token_ids"] == both["token_ids"]
+        answer = {"role": "tool", "tool_call_id": said(first)["tool_calls"][0]["id"], "content": "3"}
+        second = await gateway.chat([USER, said(first), answer], rollout_id="one", parallel_tool_calls=False, **options)
+        assert (second["rollout"]["parent"], len(said(second)["tool_calls"])) == (0, 1)
+        await gateway.finish("one", reward=1.0)
+    [result] = await published(client, keys)
+    assert list(result.token_ids[: len(first["token_ids"])]) == first["token_ids"]
+
+
 async def test_a_caller_that_leaves_cancels_its_job_and_may_come_again(
     config: Config, backend: HfBackend, client: Any, keys: Keys
 ) -> None:
@@ -267,6 +290,11 @@ async def test_a_batch_is_answered_in_order(config: Config, backend: HfBackend) 
         assert len(envelopes) == 6
         lengths = [len(one["response"]["prompt_token_ids"]) for one in envelopes]
         assert lengths[0] == lengths[1] == lengths[4] < lengths[2] == lengths[3]
+        shaped = options | {"n": 1, "structured_outputs_regex": "a|b", "presence_penalty": 0.5, "top_logprobs": 2}
+        status, envelopes = await gateway.post("/infer/", {"infer_requests": prompts[:1], "request_config": shaped})
+        [choice] = envelopes[0]["response"]["choices"]
+        assert choice["message"]["content"] in ("a", "b")
+        assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
         status, body = await gateway.post("/infer/", {"infer_requests": [{"messages": [USER], "images": ["a.png"]}]})
         assert (status, body["error"]["param"]) == (400, "infer_requests.0.images.0")
 

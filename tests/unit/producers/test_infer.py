@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sluice.pipeline.errors import MessageError
-from sluice.pipeline.wire.messages import SamplingParams, SequenceResult
+from sluice.pipeline.wire.messages import Grammar, SamplingParams, SequenceResult
 from sluice.pipeline.wire.tokens import Runs
 from sluice.producers.gateway.apis.infer import encode_envelopes, envelope, read_call
 from tests.factories import sequence_result
@@ -85,6 +85,10 @@ def test_options_are_the_callers_over_those_of_the_run() -> None:
     assert read_call(call(request_config={"logprobs": True})).options.sampling(RUN) == RUN
     found = read_call(call(request_config={"max_tokens": 9, "top_k": -1, "stop": [], "temperature": 0})).options
     assert found.sampling(RUN) == SamplingParams(max_new_tokens=9, temperature=0, stop=(), logprobs=False)
+    shaping = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "structured_outputs_regex": "a+"}
+    found = read_call(call(request_config={**shaping, "logprobs": True, "top_logprobs": 3})).options.sampling(RUN)
+    assert (found.presence_penalty, found.frequency_penalty, found.top_logprobs) == (0.5, -0.5, 3)
+    assert found.grammar == Grammar(kind="regex", text="a+")
 
 
 @pytest.mark.parametrize(
@@ -94,6 +98,7 @@ def test_options_are_the_callers_over_those_of_the_run() -> None:
         (call(request_config={"num_beams": 4}), "num_beams 4 is not supported"),
         (call(request_config={"logits_processors": []}), "logits_processors"),
         (call(request_config={"n": 0}), "n must be"),
+        (call(request_config={"top_logprobs": 2}), "top_logprobs goes with logprobs"),
         (call(infer_requests=[{"messages": []}]), "`messages` is empty"),
         (call(infer_requests=[{"messages": [{"role": "user", "content": "x"}], "videos": ["v"]}]), "videos"),
         (call(infer_requests=[{**ASKED, "objects": {"bbox": [[1, 2, 3, 4]]}}]), "objects are not supported"),

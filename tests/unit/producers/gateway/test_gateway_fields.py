@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
@@ -142,6 +143,15 @@ def test_vllms_own_defaults_of_a_completion_change_nothing() -> None:
     CompletionRequest.model_validate({name: sent[name] for name in sent.keys() - {"mm_payload"}}).check()
 
 
+def test_what_prime_rls_workers_send_is_served() -> None:
+    """`to_sampling_args` of its TrainSamplingConfig (0.8), what its orchestrator and verifiers' train client (0.4) add,
+    and renderers' `generate`; of a turn that is bridged from the one before."""
+    theirs = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 64, "top_k": -1, "min_p": 0.0, "return_token_ids": True}
+    added = {"logprobs": 1, "stop_token_ids": [2], "skip_special_tokens": False, "routed_experts_prompt_start": 17}
+    body = {"model": "policy", "token_ids": [1] * 20, "cache_salt": "7", "sampling_params": theirs | added}
+    GenerateRequest.model_validate(body).check()
+
+
 def test_vllms_own_sampling_params_change_nothing() -> None:
     pytest.importorskip("vllm")
     from vllm.sampling_params import SamplingParams
@@ -228,24 +238,32 @@ def test_no_field_is_both_served_and_refused(request_class: type[ListedSchema]) 
     assert not set(request_class.model_fields) & set(request_class.unserved)
 
 
+TABLES = (
+    fields.MESSAGES,
+    fields.MESSAGES_TOOL,
+    fields.BLOCK,
+    fields.RESPONSES,
+    fields.RESPONSES_TOOL,
+    fields.ITEM,
+    fields.CHAT,
+    fields.STREAM,
+    fields.COMPLETION,
+    fields.SAMPLING,
+    fields.GENERATE,
+    fields.TOKENIZE,
+    fields.STRUCTURED,
+    fields.TEXT,
+    fields.REASONING,
+)
+
+
 def test_every_refusal_has_a_reason() -> None:
-    tables = (
-        fields.MESSAGES,
-        fields.MESSAGES_TOOL,
-        fields.BLOCK,
-        fields.RESPONSES,
-        fields.RESPONSES_TOOL,
-        fields.ITEM,
-        fields.CHAT,
-        fields.STREAM,
-        fields.COMPLETION,
-        fields.SAMPLING,
-        fields.GENERATE,
-        fields.TOKENIZE,
-        fields.STRUCTURED,
-        fields.TEXT,
-        fields.REASONING,
-    )
-    for table in tables:
+    for table in TABLES:
         for name, rule in table.items():
             assert rule is fields.LABEL or rule.why, name
+
+
+def test_the_page_names_every_field_that_is_refused() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "remote-rollouts.md").read_text()
+    refused = {name for table in TABLES for name, rule in table.items() if rule is not fields.LABEL}
+    assert not {name for name in refused if f"`{name}`" not in page}

@@ -104,6 +104,17 @@ async def test_images_keep_the_order_of_their_parts_and_bytes_become_digests(
     assert await stored(images, messages) == (messages, refs), "what was stored is named by its digest"
 
 
+async def test_a_picture_is_shown_in_full_or_refused(images: RequestImages) -> None:
+    def detailed(detail: str) -> list[dict[str, Any]]:
+        return parts({"type": "image_url", "image_url": {"url": CAT, "detail": detail}})
+
+    for detail in ("auto", "high"):
+        assert (await stored(images, detailed(detail)))[0] == parts(shown(CAT))
+    with pytest.raises(Refusal, match=r"model\.preprocess") as refused:
+        await stored(images, detailed("low"))
+    assert (refused.value.status, refused.value.path) == (400, "messages.0.content.1.image_url.detail")
+
+
 async def test_messages_without_images_stay_as_they_are(images: RequestImages, tmp_path: Path) -> None:
     given = [{"role": "user", "content": "text"}, *parts()]
     assert await stored(images, given) == (given, [])

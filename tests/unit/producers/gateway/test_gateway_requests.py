@@ -248,6 +248,8 @@ def test_a_tool_choice_says_what_is_called() -> None:
     named = {"type": "function", "function": {"name": "mul"}}
     assert choice() == choice(tool_choice="auto", parallel_tool_calls=True) == ToolChoice()
     assert choice(tool_choice="none") == choice(tool_choice="none", parallel_tool_calls=False) == NO_TOOLS
+    assert choice(parallel_tool_calls=False) == choice(tool_choice="auto", parallel_tool_calls=False)
+    assert choice(parallel_tool_calls=False) == ToolChoice(one=True)
     assert choice(tool_choice="required") == ToolChoice(must=True)
     assert choice(tool_choice="required", parallel_tool_calls=False) == ToolChoice(must=True, one=True)
     assert choice(tool_choice=named) == ToolChoice(must=True, name="mul", one=True)
@@ -261,7 +263,6 @@ def test_a_tool_choice_says_what_is_called() -> None:
         ({"tool_choice": "some", "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS}, "tool_choice"),
-        ({"parallel_tool_calls": False, "tools": TOOLS}, "parallel_tool_calls"),
     ],
 )
 def test_a_choice_that_can_not_be_made_is_refused_by_name(fields: dict[str, Any], path: str) -> None:

@@ -94,7 +94,6 @@ THOUGHT = {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
         ({"output_config": {"else": 1}}, "output_config.else"),
         ({"output_format": {"type": "json_schema", "schema": 3}}, "output_format.json_schema"),
-        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice.disable_parallel_tool_use"),
         ({"tool_choice": {"type": "auto", "else": 1}}, "tool_choice.else"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type"),
         ({"tools": [{"name": "add"}]}, "tools.0.input_schema"),
@@ -153,3 +152,5 @@ def test_formats_choices_and_efforts_are_those_of_a_chat() -> None:
     assert asked.call().template_kwargs == {"reasoning_effort": "low"}
     named = request(tools=[TOOL], tool_choice={"type": "tool", "name": "add"}).call().tool_choice
     assert named == ToolChoice(must=True, name="add", one=True)
+    first = request(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True}).call().tool_choice
+    assert first == ToolChoice(one=True)

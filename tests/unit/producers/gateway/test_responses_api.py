@@ -87,10 +87,9 @@ def test_pictures_are_parts() -> None:
     [
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"truncation": "auto"}, "truncation"),
-        ({"parallel_tool_calls": False, "tools": [TOOL]}, "parallel_tool_calls"),
         ({"max_tool_calls": 1}, "max_tool_calls"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"include": ["file_search_call.results"]}, "include.0"),
