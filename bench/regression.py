@@ -296,6 +296,8 @@ def measure(only: Sequence[str], rounds: int, compare: Path | None, *, any_machi
         for change in changes:
             say(change.line())
         say(f"{len(changes)} figures moved against {compare} ({base.machine.get('commit') or 'no commit'})")
+        if other:
+            say(f"not compared, for only one of both has them, or at another size: {', '.join(sorted(other))}")
     return found
 
 

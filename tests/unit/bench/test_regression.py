@@ -130,7 +130,8 @@ def test_a_guarded_bench_is_a_command_with_figures() -> None:
 def test_one_that_fails_is_named_and_the_next_one_is_compared(tmp_path: Path) -> None:
     (demo_model(tmp_path / HOME) / "config.json").unlink()
     figures = {name: figure(1e-9, 0.0) for name in GUARDED["scale"].figures}
-    base = stored(tmp_path / "base.json", {"scale": figures}, machine=facts())
+    others = {name: figure(1.0, 0.0) for name in GUARDED["truth"].figures}
+    base = stored(tmp_path / "base.json", {"scale": figures, "truth": others}, machine=facts())
     command = bench_command(
         "all", "--json", "--only", "pipeline", "--only", "scale", "--rounds", "1", "--compare", base.name,
         "--out", "now.json",
@@ -147,5 +148,6 @@ def test_one_that_fails_is_named_and_the_next_one_is_compared(tmp_path: Path) ->
     assert found["benches"]["scale"].keys() == figures.keys(), found["absent"]
     assert {one["figure"] for one in found["moved"]} == figures.keys()
     assert "scale us_per_sequence.10000" in done.stderr
-    assert found["not_compared"] == []  # a bench that failed is named there
+    assert found["not_compared"] == ["truth"]
+    assert "not compared, for only one of both has them, or at another size: truth" in done.stderr
     assert left_behind(tmp_path) == ["model"]
