@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice.pipeline.roles import colour
-from sluice.pipeline.status.descriptions import guard, guard_counts, waits_for
+from sluice.pipeline.status.descriptions import enqueued, guard, guard_counts, waits_for
 from sluice.pipeline.status.snapshot import Snapshot
 from sluice.pipeline.terminal import Console
 
@@ -64,9 +64,8 @@ class Progress:
 
     def cells(self, now: Snapshot) -> dict[str, str]:
         """The panel's cells, name → text."""
-        total = f"/{now.total}" if now.total is not None else ""
         cells = {
-            "enqueued": f"{now.enqueued}{total}",
+            "enqueued": enqueued(now),
             "decoded": str(now.committed),
             "matched": str(now.accepted),
             "trained": f"{now.trained}+{now.stepped}" if now.stepped else str(now.trained),

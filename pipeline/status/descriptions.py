@@ -125,6 +125,14 @@ def guard_counts(now: Snapshot) -> tuple[int, int]:
     return ended, saved
 
 
+def enqueued(now: Snapshot) -> str:
+    """How many sequences were enqueued; an agent's call counts among them until it is answered."""
+    if now.total is None:
+        return f"{now.enqueued:,}"
+    calls = " and open calls" if now.enqueued > now.total else ""
+    return f"{now.enqueued:,} of {now.total:,}{calls}"
+
+
 def stepped(now: Snapshot, *, brief: bool = False) -> str:
     """The term beside what was trained, of sequences whose step no checkpoint holds yet; empty without any."""
     why = "" if brief else " (waiting for a checkpoint)"

@@ -17,6 +17,7 @@ from sluice.pipeline.status.descriptions import (
     condition,
     credit,
     doing,
+    enqueued,
     evaluation,
     guard,
     policy,
@@ -113,11 +114,10 @@ def _wrapped(text: str, width: int, first: str, others: str) -> list[str]:
 
 
 def _sums(now: Snapshot) -> list[list[str]]:
-    total = f" of {now.total:,}" if now.total is not None else ""
     rows = [
         [
             "sequences",
-            f"enqueued {now.enqueued:,}{total} = trained {now.trained:,}{stepped(now)} + dead {now.dead:,} "
+            f"enqueued {enqueued(now)} = trained {now.trained:,}{stepped(now)} + dead {now.dead:,} "
             f"+ dropped {now.dropped:,} + in flight {now.credit.sequences:,}",
         ]
     ]

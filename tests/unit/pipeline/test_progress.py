@@ -27,7 +27,7 @@ def test_without_a_terminal_it_prints_plain_lines_now_and_then() -> None:
         for _ in range(3):
             progress.update(state(latest_version=3, metrics={"rollout/f1": 0.5}))
     assert out.getvalue().count("\n") == 1
-    for words in ("enqueued 8/20", "trained 4", "version 3", "rollout F1 0.50"):
+    for words in ("enqueued 8 of 20", "trained 4", "version 3", "rollout F1 0.50"):
         assert words in out.getvalue()
     assert "\x1b" not in out.getvalue()
 

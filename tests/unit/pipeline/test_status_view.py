@@ -56,6 +56,9 @@ def test_the_sum_comes_first_and_the_processes_in_the_order_of_the_flow() -> Non
     lines = as_text(state(total=20, dead=1, dead_letters=1, reasons={"dead:expired": 1})).splitlines()
     assert lines[0] == "run r: running, no weights yet"
     assert "enqueued 8 of 20 = trained 4 + dead 1 + dropped 0 + in flight 4" in lines[1]
+    assert "enqueued 8 of 7 and open calls = trained" in as_text(state(total=7)), (
+        "an agent's call isn't a row of the data"
+    )
     assert any("dead expired 1" in line for line in lines)
     assert any("1 wait to be replayed or dropped: `sluice dlq list`" in line for line in lines)
     names = [line.split()[0] for line in lines[lines.index("processes") + 1 :]]
