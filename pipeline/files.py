@@ -67,6 +67,13 @@ def remove_unfinished(directory: Path, names: str) -> None:
             unfinished.unlink(missing_ok=True)
 
 
+def remove_directory(directory: Path) -> None:
+    """Delete it whole: from the first moment on it has another name, which `remove_unfinished` knows after a kill."""
+    aside = directory.with_name(f".{directory.name}.{secrets.token_hex(8)}.tmp")
+    directory.rename(aside)
+    shutil.rmtree(aside)
+
+
 def fsync_tree(directory: Path) -> None:
     """Make the files directly in a directory, and the directory itself, durable."""
     for path in directory.iterdir():

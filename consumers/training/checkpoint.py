@@ -43,7 +43,14 @@ from sluice.consumers.training.optimizer import optimizer_name
 from sluice.consumers.training.shards import gathered, load_shards, whole
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import ConfigError, DataError, MessageError, ModelError, WeightsError
-from sluice.pipeline.files import fsync_directory, fsync_tree, link_files, remove_unfinished, write_atomic
+from sluice.pipeline.files import (
+    fsync_directory,
+    fsync_tree,
+    link_files,
+    remove_directory,
+    remove_unfinished,
+    write_atomic,
+)
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.weights.versions import ADAPTER_CONFIG, Line, newest_number, numbered_directories, read_manifest
 from sluice.pipeline.wire.codec import read_json
@@ -320,10 +327,9 @@ def has_model(directory: Path) -> bool:
 
 def prune(root: Path, keep: int) -> None:
     """Delete all but the newest `keep`, and anything a killed trainer left half-written."""
-    for leftover in root.glob(".step-*.tmp"):
-        shutil.rmtree(leftover)
+    remove_unfinished(root, ".step-*.tmp")
     for directory in _all(root)[:-keep]:
-        shutil.rmtree(directory)
+        remove_directory(directory)
 
 
 def _all(root: Path) -> list[Path]:

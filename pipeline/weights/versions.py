@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,7 +32,14 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128
 
 from sluice.pipeline.errors import MessageError, WeightsError
-from sluice.pipeline.files import fsync_directory, fsync_tree, link_files, write_atomic
+from sluice.pipeline.files import (
+    fsync_directory,
+    fsync_tree,
+    link_files,
+    remove_directory,
+    remove_unfinished,
+    write_atomic,
+)
 from sluice.pipeline.wire.codec import numbered, read_json
 from sluice.pipeline.wire.messages import MOST_VERSION, Shard, WeightVersion
 
@@ -321,11 +327,10 @@ def retired(root: Path, kept: Collection[int], newest: int) -> list[int]:
 
 def remove(root: Path, numbers: Collection[int]) -> None:
     """Delete these versions, and leftovers of a killed writer."""
-    for aside in root.glob(".v*.tmp"):
-        shutil.rmtree(aside, ignore_errors=True)
+    remove_unfinished(root, ".v*.tmp")
     for number, directory in numbered_directories(root):
         if number in numbers:
-            shutil.rmtree(directory)
+            remove_directory(directory)
 
 
 def _json_arrays(value: Any) -> Any:

@@ -24,6 +24,7 @@ from sluice.pipeline.weights.versions import (
     MANIFEST,
     digest_of,
     newest_number,
+    numbered_directories,
     read_manifest,
     remove,
     retired,
@@ -182,6 +183,29 @@ def test_an_interrupted_write_leaves_no_version(tmp_path: Path) -> None:
     assert verify(made)
     remove(root, [])
     assert [path.name for path in root.iterdir()] == ["v000001"], "what a killed writer left is swept"
+
+
+def test_a_version_whose_removal_was_killed_is_not_there_any_more(tmp_path: Path) -> None:
+    """Half of it, a trainer that went back a step would have read, and refused, at each start."""
+    source, root = model_dir(tmp_path / "source"), tmp_path / "weights"
+    for version in (1, 2):
+        write_version(source, root, manifest(version))
+    script = (
+        "import os, shutil, signal, sys\nfrom pathlib import Path\n"
+        "from sluice.pipeline.weights import versions\n"
+        "real = os.unlink\n"
+        "def unlink(*args, **options):\n"
+        "    real(*args, **options)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "os.unlink = unlink\n"
+        "versions.remove(Path(sys.argv[1]), [1])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(root)], check=False, timeout=60)
+    assert done.returncode == -9
+    assert len(list(root.iterdir())) == 2, "killed amid the removal"
+    assert [number for number, _ in numbered_directories(root)] == [2]
+    remove(root, [])
+    assert [path.name for path in root.iterdir()] == ["v000002"]
 
 
 @pytest.mark.parametrize("retention", [1, 3])
