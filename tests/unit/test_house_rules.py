@@ -31,16 +31,26 @@ def sources() -> dict[str, str]:
     return {str(path.relative_to(ROOT)): path.read_text() for path in paths if path != THIS}
 
 
+_LOOKED_AT = (ast.Import, ast.ImportFrom, ast.ExceptHandler)
+
+
 @cache
-def trees() -> dict[str, ast.Module]:
-    return {path: ast.parse(text) for path, text in sources().items()}
+def statements() -> list[tuple[str, ast.AST]]:
+    """Every import and handler with its file. Most of a tree is expressions, which hold none; the rest isn't kept."""
+    found: list[tuple[str, ast.AST]] = []
+    for path, text in sources().items():
+        open_: list[ast.AST] = [ast.parse(text)]
+        while open_:
+            node = open_.pop()
+            if isinstance(node, _LOOKED_AT):
+                found.append((path, node))
+            for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+                open_ += getattr(node, part, ())
+    return found
 
 
 def nodes(kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Iterator[tuple[str, ast.AST]]:
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
-            if isinstance(node, kind):
-                yield path, node
+    return ((path, node) for path, node in statements() if isinstance(node, kind))
 
 
 def imported_modules() -> Iterator[tuple[str, str]]:
