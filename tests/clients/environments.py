@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(sys.prefix) / "clients"  # `make clean` deletes it with .venv
+VERIFIERS = ("verifiers==0.4.0", "renderers==0.1.12")
+"""Several tests share it, so all ask for the same list."""
 _INSTALL_S = 600
 
 
@@ -22,7 +24,7 @@ def python_with(*requirements: str, at_least: tuple[int, int] = (3, 11)) -> Path
     directory = ROOT / requirements[0].partition("=")[0].partition("[")[0]
     stamp, python = directory / "requirements.txt", directory / "bin" / "python"
     wanted = "\n".join(requirements) + "\n"
-    if not stamp.is_file() or stamp.read_text() != wanted:
+    if not python.is_file() or not stamp.is_file() or stamp.read_text() != wanted:
         _run(_interpreter(at_least), "-m", "venv", "--clear", str(directory))
         _install(python, *requirements)
         stamp.write_text(wanted)

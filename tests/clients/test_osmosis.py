@@ -41,7 +41,7 @@ def backend(source: Path) -> Iterator[HfBackend]:
 async def test_its_server_brings_trajectories_and_rewards(
     broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path, source: Path, backend: HfBackend
 ) -> None:
-    python = await asyncio.to_thread(python_with, "osmosis-ai[server]==0.3.8", "openai", at_least=(3, 12))
+    python = await asyncio.to_thread(python_with, "osmosis-ai[server]==0.3.8", "openai==3.57.0", at_least=(3, 12))
     rows = tmp_path / "rows.jsonl"
     truths = [one.answer for one in CALLING[:-1]] + ["another"]
     asks = [

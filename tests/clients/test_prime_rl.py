@@ -19,7 +19,7 @@ import pytest
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.wire.keys import Keys
 from sluice.workers.engine.hf import HfBackend
-from tests.clients.environments import python_with
+from tests.clients.environments import VERIFIERS, python_with
 from tests.contract.engine_fixtures import started
 from tests.integration.gateway.agents import agents_config
 from tests.integration.gateway.harness import published, serving
@@ -57,7 +57,7 @@ async def test_turns_that_go_on_from_tokens_are_one_trajectory(
 ) -> None:
     if own and not CHECKOUT:
         pytest.skip("not run: SLUICE_PRIME_RL is not a checkout of prime-rl")
-    python = await asyncio.to_thread(python_with, "verifiers==0.4.0")
+    python = await asyncio.to_thread(python_with, *VERIFIERS)
     sources = [Path(CHECKOUT) / "src", Path(CHECKOUT) / "packages/prime-rl-configs/src"] if own else []
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [TALK.parent, *sources]))}
     config = agents_config(broker_config, keys, run_dir, source, gateway={"model_name": str(source)})

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.blows import chaos_seed
-from tests.clients.environments import python_with
+from tests.clients.environments import VERIFIERS, python_with
 from tests.e2e.agents import tools_dir
 from tests.soak.door import DOOR_EVERY_S, bring_kills
 from tests.soak.parts import Parts
@@ -32,7 +32,7 @@ pytestmark = [
 
 def test_kills_cost_no_agent_a_token(tmp_path: Path, tools_dir: Path) -> None:
     plan = Plan(chaos_seed(), FAULTS, DOOR_KINDS, every_s=DOOR_EVERY_S)
-    parts, python = Parts.of_environment(plan), python_with("verifiers==0.4.0")
+    parts, python = Parts.of_environment(plan), python_with(*VERIFIERS)
     rest = plan[parts.next :]
     done = bring_kills(tmp_path, tools_dir, rest, ("openai", "trl", "verifiers"), python, FOR_S)
     parts.add({"seed": plan.seed, "faults": len(plan), "from": parts.next, **done})

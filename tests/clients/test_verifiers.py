@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.wire.keys import Keys
 from sluice.workers.engine.hf import HfBackend
-from tests.clients.environments import python_with
+from tests.clients.environments import VERIFIERS, python_with
 from tests.contract.engine_fixtures import started
 from tests.integration.gateway.agents import CALLING, agents_config, assert_trajectory
 from tests.integration.gateway.harness import published, serving
@@ -39,7 +39,7 @@ def backend(source: Path) -> Iterator[HfBackend]:
 async def test_episodes_become_rewarded_trajectories(
     broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, backend: HfBackend
 ) -> None:
-    python = await asyncio.to_thread(python_with, "verifiers==0.4.0")
+    python = await asyncio.to_thread(python_with, *VERIFIERS)
     sums = [(one.prompt, one.answer) for one in CALLING[:-1]] + [(CALLING[-1].prompt, "another")]
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "tests/clients/talks"), "SUMS": json.dumps(sums)}
     async with serving(agents_config(broker_config, keys, run_dir, source), backend) as gateway:
