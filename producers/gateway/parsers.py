@@ -5,7 +5,8 @@
 - Ids are derived from the turn's key, so a repeated request gets the same ones.
 - A custom parser is a function `text -> Parsed`; its optional attribute `marker` is the start of a call. A streaming
   caller gets text up to the marker as it arrives; without a marker, all text comes at the end. With its optional method
-  `structure`, an answer can be forced to be calls: `tool_choice` becomes a grammar of the sampling.
+  `structure(functions, one)`, which gives a format of xgrammar's structural tags or None, an answer can be forced to be
+  calls: `tool_choice` becomes a grammar of the sampling.
 - vLLM's parsers of calls and of reasoning, by name, `vllm:NAME`, where vLLM is installed. They read whole answers; a
   stream shows their text at its end. What the model sampled isn't touched: only the message is made of it.
 """
@@ -187,14 +188,6 @@ class ToolChoice:
 
 
 NO_TOOLS = ToolChoice(parses=False)
-
-
-class Structured(Protocol):
-    """A tool parser that knows how its calls are written."""
-
-    def structure(self, functions: Sequence[JsonObject], one: bool) -> JsonObject | None:
-        """A format of xgrammar's structural tags: one or more calls of these functions. None: it has none."""
-        ...
 
 
 def with_calls(

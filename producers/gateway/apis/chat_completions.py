@@ -99,7 +99,7 @@ class ChatRequest(FormattedOptions, CompletionsRequest):  # type: ignore[misc]
         default=None,
         description='`"auto"`; `"none"`: calls in the answer stay text; `"required"` or a function: it is calls.',
     )
-    parallel_tool_calls: bool | None = Field(default=None, description="False: one call, with a forced `tool_choice`.")
+    parallel_tool_calls: bool | None = Field(default=None, description="False: the answer has one call at most.")
     chat_template_kwargs: JsonObject | None = Field(default=None, description="Variables of the chat template.")
     reasoning_effort: str | None = Field(default=None, description="A variable of the chat template.")
 

@@ -238,7 +238,7 @@ class ResponsesRequest(ListedSchema):
     text: ResponseText | None = Field(default=None, description="Its `format`: what the text must match.")
     reasoning: Reasoning | None = Field(default=None, description="Its `effort`: a variable of the chat template.")
     chat_template_kwargs: JsonObject | None = Field(default=None, description="vLLM's: variables of the template.")
-    parallel_tool_calls: bool | None = Field(default=None, description="False: one call, with a forced `tool_choice`.")
+    parallel_tool_calls: bool | None = Field(default=None, description="False: the answer has one call at most.")
     stop: str | Annotated[list[str], STOP] | None = Field(
         default=None, description="vLLM's: texts that end the answer."
     )
@@ -455,7 +455,7 @@ class ResponsesAnswer:
             "metadata": request.metadata or {},
             "model": request.model,
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": self._request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
             "store": request.store is not False,
             "temperature": request.temperature,

@@ -208,6 +208,14 @@ async def test_without_parallel_calls_the_first_is_the_answer_and_the_tokens_are
         second = await gateway.chat([USER, said(first), answer], rollout_id="one", parallel_tool_calls=False, **options)
         assert (second["rollout"]["parent"], len(said(second)["tool_calls"])) == (0, 1)
         await gateway.finish("one", reward=1.0)
+        body = {"input": "a", "tools": [{"type": "function", "name": "add"}], "parallel_tool_calls": False}
+        _, response = await gateway.post("/v1/responses", {**body, "max_output_tokens": 4})
+        assert [item["type"] for item in response["output"]] == ["function_call"]
+        assert response["parallel_tool_calls"] is False
+        body = {"model": "default", "messages": [USER], "tools": [{"name": "add", "input_schema": {}}]}
+        choice = {"type": "auto", "disable_parallel_tool_use": True}
+        _, message = await gateway.post("/v1/messages", {**body, "tool_choice": choice, "max_tokens": 4})
+        assert [block["type"] for block in message["content"]] == ["tool_use"]
     [result] = await published(client, keys)
     assert list(result.token_ids[: len(first["token_ids"])]) == first["token_ids"]
 
