@@ -169,7 +169,7 @@ async def test_failed_and_lost_rollouts_count_as_failed_and_are_not_trained(
     assert not await client.exists(keys.results + "0", keys.dropped)
 
 
-CUTS = [("questions.AgentRows.ask", 1), ("answers.Answers.add", 1), ("results.Results.add", 1)]
+CUTS = [("questions.AgentRows.ask", 1), ("results.Answers.add", 1), ("results.Results.add", 1)]
 
 
 async def test_a_killed_evaluator_goes_on_where_it_was(
