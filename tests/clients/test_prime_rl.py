@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.config.types import BrokerConfig, GatewayConfig
 from sluice.pipeline.wire.keys import Keys
 from sluice.workers.engine.hf import HfBackend
 from tests.clients.environments import VERIFIERS, python_with
@@ -60,7 +60,7 @@ async def test_turns_that_go_on_from_tokens_are_one_trajectory(
     python = await asyncio.to_thread(python_with, *VERIFIERS)
     sources = [Path(CHECKOUT) / "src", Path(CHECKOUT) / "packages/prime-rl-configs/src"] if own else []
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [TALK.parent, *sources]))}
-    config = agents_config(broker_config, keys, run_dir, source, gateway={"model_name": str(source)})
+    config = agents_config(broker_config, keys, run_dir, source, gateway=GatewayConfig(model_name=str(source)))
     async with serving(config, backend) as gateway:
         words = (str(python), str(TALK), gateway.url, str(source), "prime")
         playing = await asyncio.create_subprocess_exec(
