@@ -28,9 +28,9 @@ TALKS = Path(__file__).parent / "talks"
 CLIENTS = {
     "anthropic_talk.py": ("anthropic==2.14.0",),
     "openai_responses_talk.py": ("openai==3.57.0",),
-    "litellm_talk.py": ("litellm==1.110.2", "mcp==2.3.0"),
-    "langchain_talk.py": ("langchain-openai==1.7.4",),
-    "openai_agents_talk.py": ("openai-agents==0.24.0",),
+    "litellm_talk.py": ("litellm", "mcp"),
+    "langchain_talk.py": ("langchain-openai",),
+    "openai_agents_talk.py": ("openai-agents",),
     "inspect_talk.py": ("inspect_ai==0.3.285", "openai==3.57.0"),
     "openai_talk.cjs": ("openai@6.49.0",),
 }
