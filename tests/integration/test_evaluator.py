@@ -173,7 +173,7 @@ _OF = "sluice.consumers.evaluation"
 CUTS = [
     (f"{_OF}.evaluator.Evaluator._ask", 1),
     (f"{_OF}.evaluator.Judge.of", 1),
-    (f"{_OF}.answers.Answers.add", 2),
+    (f"{_OF}.results.Answers.add", 2),
     (f"{_OF}.evaluator.Evaluator._store", 4),
     (f"{_OF}.results.Results.add", 1),
     (f"{_OF}.results.Results.store_best", 1),
