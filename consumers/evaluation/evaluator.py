@@ -160,7 +160,7 @@ class Evaluator:
             if is_over := now.state in _OVER:  # a version may have come between the two answers
                 now = await snapshot(self._role.client, self._role.keys)
             latest, last = now.latest_version, self._results.last
-            if last is None and not is_over and latest and await self._hold_first():
+            if last is None and latest and await self._hold_first():
                 return _FIRST
             is_new = latest not in self._results.versions
             if latest is not None and is_new and (is_over or last is None or abs(latest - last) >= self._options.every):

@@ -364,7 +364,7 @@ def _probe(client: redis.Redis, pid: int | None = None) -> Literal["ready", "loa
     """The server's current state; another process than `pid` that answers at its address is as good as silent."""
     try:
         client.ping()  # type: ignore[no-untyped-call]
-        info = cast("dict[str, int]", client.info("server")) if pid is not None else {}
+        info: dict[str, int] = {} if pid is None else cast("dict[str, int]", client.info("server"))
     except redis.BusyLoadingError:
         return "loading"
     except redis.RedisError:

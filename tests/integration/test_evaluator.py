@@ -221,11 +221,14 @@ async def test_an_evaluation_whose_version_is_gone_is_cut_off_and_the_next_one_m
             await eventually(lambda: has(config, 2), "the next result")
 
 
+@pytest.mark.parametrize("state", ["running", "finished"])
 async def test_the_first_version_is_evaluated_though_the_trainer_has_gone_on(
-    config: Config, published: Published
+    config: Config, published: Published, client: Any, keys: Keys, state: str
 ) -> None:
     for version in (0, 1):
         await published.publish(version)
+    if state == "finished":
+        await client.set(keys.state, state)
     async with engine(config, 4) as backend, working(config, backend), evaluating(config):
         await eventually(lambda: has(config, 0), "the first version's result")
 
