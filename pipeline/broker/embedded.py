@@ -31,7 +31,7 @@ import time
 from collections.abc import Generator
 from importlib import resources
 from pathlib import Path
-from typing import IO, Literal, Self, cast
+from typing import IO, Any, Literal, Self, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -364,7 +364,7 @@ def _probe(client: redis.Redis, pid: int | None = None) -> Literal["ready", "loa
     """The server's current state; another process than `pid` that answers at its address is as good as silent."""
     try:
         client.ping()  # type: ignore[no-untyped-call]
-        info: dict[str, int] = {} if pid is None else cast("dict[str, int]", client.info("server"))
+        info: dict[str, int] = {} if pid is None else cast(Any, client).info("server")
     except redis.BusyLoadingError:
         return "loading"
     except redis.RedisError:
