@@ -27,7 +27,13 @@ is_complete() { # a broker that doesn't answer says nothing
 }
 
 (
-  until is_complete; do sleep "${LOOK_EVERY_S:-60}"; done
+  pause=
+  trap 'kill $pause 2>/dev/null; exit' TERM # a pause must not outlive this
+  until is_complete; do
+    sleep "${LOOK_EVERY_S:-60}" &
+    pause=$!
+    wait "$pause"
+  done
   kill -TERM "$worker"
 ) &
 watch=$!

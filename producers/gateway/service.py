@@ -7,12 +7,13 @@ import contextlib
 import pathlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 from fastapi import Header, Path, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from prometheus_client import CollectorRegistry
 from redis import RedisError
 from redis.asyncio import Redis
@@ -28,7 +29,7 @@ from sluice.pipeline.telemetry.spans import Waterfall
 from sluice.pipeline.telemetry.tracing import Tracing
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult, TokenDelta
-from sluice.producers.gateway.answers import Answer, TextStream
+from sluice.producers.gateway.answers import Answer, TextStream, with_error
 from sluice.producers.gateway.chat import Chat, ChatCall
 from sluice.producers.gateway.decoding import Decoding, Exported
 from sluice.producers.gateway.images import RequestImages
@@ -115,6 +116,33 @@ class Service:
     def text_stream(self, call: ChatCall, sampling: SamplingParams) -> TextStream:
         """Of the only answer."""
         return TextStream(self.decode, sampling.stop, self.chat.marker(call))
+
+    async def respond(
+        self,
+        request: Request,
+        source: AsyncGenerator[TokenDelta | Answer],
+        *,
+        stream: bool | None,
+        whole: Callable[[Answer], Any],
+        events: Callable[[AsyncIterator[TokenDelta | Answer]], AsyncIterator[bytes]],
+        keep: Callable[[Answer], Awaitable[None]] | None = None,
+        error: Callable[[Refusal], bytes] | None = None,
+    ) -> Response:
+        """A call's answer: JSON of `whole`, once `keep` has it, or `events` as they come. Raises Refusal.
+
+        Refusals come before the first byte; what goes wrong later is the last event, in the form of `error`.
+        """
+        async with AsyncExitStack() as held:
+            held.enter_context(self.gate.enter())
+            await held.enter_async_context(aclosing(source))
+            first = await unless_gone(request, anext(source))
+            if isinstance(first, Answer) and not stream:
+                self.count_tokens(first)
+                if keep is not None:
+                    await keep(first)
+                return Response(msgspec.json.encode(whole(first)), media_type=JSON)
+            return Events(with_error(events(self.counted(first, source)), error), held.pop_all())
+        raise AssertionError("unreachable")
 
     async def counted(
         self, first: TokenDelta | Answer, rest: AsyncGenerator[TokenDelta | Answer]

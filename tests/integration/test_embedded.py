@@ -107,6 +107,17 @@ def test_a_second_process_joins_and_leaves_the_broker_running(tmp_path: Path) ->
         assert connected(url).ping()
 
 
+def test_a_start_is_not_ready_because_another_server_answers_at_its_address(tmp_path: Path) -> None:
+    """A killed predecessor does so for a moment, and is gone when the caller sends its first command."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    second.mkdir()
+    with embedded_broker(BrokerConfig(embedded_dir=str(first))) as url:
+        server = embedded.EmbeddedServer([find_server(), str(first / "broker.conf")], url, second)
+        with pytest.raises(BrokerError, match="did not start"):
+            server.start()
+        assert answering(url) == card(first)["pid"]
+
+
 @pytest.mark.parametrize("end", [signal.SIGKILL, None], ids=["killed", "ended"])
 def test_who_joined_starts_the_broker_again_when_its_owner_ends(tmp_path: Path, end: signal.Signals | None) -> None:
     with holder(tmp_path) as first:

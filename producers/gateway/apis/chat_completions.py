@@ -8,10 +8,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Body, Path, Request, Response
 from pydantic import BaseModel, Field
 
@@ -26,7 +24,6 @@ from sluice.producers.gateway.answers import (
     event,
     texts,
     usage,
-    with_error,
 )
 from sluice.producers.gateway.apis import fields
 from sluice.producers.gateway.apis.openapi import CHAT, CHAT_EXAMPLES, FAILURES, errors
@@ -42,14 +39,11 @@ from sluice.producers.gateway.chat import ChatCall, Once
 from sluice.producers.gateway.parsers import ToolChoice
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.service import (
-    JSON,
     SCOPE,
-    Events,
     IdempotencyKey,
     RolloutHeader,
     RolloutPath,
     Service,
-    unless_gone,
 )
 from sluice.producers.http.schemas import (
     MAX_ID_LENGTH,
@@ -339,22 +333,18 @@ async def _chat(service: Service, body: ChatRequest, request: Request, idempoten
     call = body.call()
     once = Once.of(idempotency_key, body, body.count)
     names = None if not body.logprobs else by_id if body.return_tokens_as_token_ids else service.token_names
-    async with AsyncExitStack() as held:
-        held.enter_context(service.gate.enter())
-        source = await held.enter_async_context(aclosing(service.chat.events(call, sampling, once)))
-        first = await unless_gone(request, anext(source))  # refusals come before the first byte
-        if isinstance(first, Answer) and not body.stream:
-            service.count_tokens(first)
-            whole = first.completion(logprobs=names, names=service.token_names)
-            return Response(msgspec.json.encode(whole), media_type=JSON)
-        stream = ChatStream(
-            body,
-            stop=sampling.stop,
-            decode=service.decode,
-            marker=service.chat.marker(call),
-            name=secrets.token_hex(12),
-            logprobs=names,
-        )
-        events = with_error(stream.events(service.counted(first, source)))
-        return Events(events, held.pop_all())
-    raise AssertionError("unreachable")
+    streamed = ChatStream(
+        body,
+        stop=sampling.stop,
+        decode=service.decode,
+        marker=service.chat.marker(call),
+        name=secrets.token_hex(12),
+        logprobs=names,
+    )
+    return await service.respond(
+        request,
+        service.chat.events(call, sampling, once),
+        stream=body.stream,
+        whole=lambda answer: answer.completion(logprobs=names, names=service.token_names),
+        events=streamed.events,
+    )

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -39,7 +38,6 @@ from sluice.producers.gateway.answers import (
     stop_reason,
     texts,
     usage,
-    with_error,
 )
 from sluice.producers.gateway.apis import fields
 from sluice.producers.gateway.apis.fields import ListedSchema
@@ -55,14 +53,11 @@ from sluice.producers.gateway.chat import ChatCall, Once
 from sluice.producers.gateway.parsers import ToolChoice
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.service import (
-    JSON,
     SCOPE,
-    Events,
     IdempotencyKey,
     RolloutHeader,
     RolloutPath,
     Service,
-    unless_gone,
 )
 from sluice.producers.http.schemas import MAX_ID_LENGTH, MAX_NAME_LENGTH, MAX_TOKENS_LIMIT, STOP, JsonObject
 from sluice.producers.http.strict_json import StrictRoute
@@ -609,16 +604,14 @@ async def _message(
     sampling = body.sampling(service.config.sampling)
     made = MessagesAnswer(body, sampling, service.text_stream(call, sampling))
     once = Once.of(idempotency_key, body, 1)
-    async with AsyncExitStack() as held:
-        held.enter_context(service.gate.enter())
-        source = await held.enter_async_context(aclosing(service.chat.events(call, sampling, once)))
-        first = await unless_gone(request, anext(source))  # refusals come before the first byte
-        if isinstance(first, Answer) and not body.stream:
-            service.count_tokens(first)
-            return Response(msgspec.json.encode(made.whole(first)), media_type=JSON)
-        events = with_error(made.events(service.counted(first, source)), error_event)
-        return Events(events, held.pop_all())
-    raise AssertionError("unreachable")
+    return await service.respond(
+        request,
+        service.chat.events(call, sampling, once),
+        stream=body.stream,
+        whole=made.whole,
+        events=made.events,
+        error=error_event,
+    )
 
 
 async def _count(service: Service, body: CountRequest) -> Counted:

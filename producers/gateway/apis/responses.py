@@ -19,8 +19,8 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -40,7 +40,6 @@ from sluice.producers.gateway.answers import (
     own_fields,
     texts,
     usage,
-    with_error,
 )
 from sluice.producers.gateway.apis import fields
 from sluice.producers.gateway.apis.fields import ListedSchema
@@ -59,14 +58,11 @@ from sluice.producers.gateway.images import FULL_DETAIL
 from sluice.producers.gateway.parsers import ToolChoice
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.service import (
-    JSON,
     SCOPE,
-    Events,
     IdempotencyKey,
     RolloutHeader,
     RolloutPath,
     Service,
-    unless_gone,
 )
 from sluice.producers.gateway.turns import digest, digests
 from sluice.producers.http.schemas import MAX_ID_LENGTH, MAX_NAME_LENGTH, MAX_TOKENS_LIMIT, STOP, JsonObject, TokenId
@@ -676,14 +672,12 @@ async def _respond(
             kept = [*answer.asked[body.leading :], answer.messages[0]]
             await stored.put(name, kept, call.rollout_id)
 
-    async with AsyncExitStack() as held:
-        held.enter_context(service.gate.enter())
-        source = await held.enter_async_context(aclosing(service.chat.events(call, sampling, once)))
-        first = await unless_gone(request, anext(source))  # refusals come before the first byte
-        if isinstance(first, Answer) and not body.stream:
-            service.count_tokens(first)
-            await store(first)
-            return Response(msgspec.json.encode(made.whole(first)), media_type=JSON)
-        events = with_error(made.events(service.counted(first, source), store), made.error_event)
-        return Events(events, held.pop_all())
-    raise AssertionError("unreachable")
+    return await service.respond(
+        request,
+        service.chat.events(call, sampling, once),
+        stream=body.stream,
+        whole=made.whole,
+        events=partial(made.events, store=store),
+        keep=store,
+        error=made.error_event,
+    )

@@ -5,12 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -27,7 +25,6 @@ from sluice.producers.gateway.answers import (
     places_of,
     prompt_logprobs,
     usage,
-    with_error,
 )
 from sluice.producers.gateway.apis import fields
 from sluice.producers.gateway.apis.fields import ListedSchema
@@ -46,14 +43,11 @@ from sluice.producers.gateway.apis.requests import (
 from sluice.producers.gateway.chat import Once, TokenCall
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.service import (
-    JSON,
     SCOPE,
-    Events,
     IdempotencyKey,
     RolloutHeader,
     RolloutPath,
     Service,
-    unless_gone,
 )
 from sluice.producers.http.schemas import MAX_ID_LENGTH, STOP, JsonObject
 from sluice.producers.http.strict_json import StrictRoute
@@ -357,12 +351,5 @@ async def _generate(
     call = TokenCall(
         model, body.token_ids, asked.count, body.stream, body.rollout_id, logprobs=asked.logprobs is not None
     )
-    async with AsyncExitStack() as held:
-        held.enter_context(service.gate.enter())
-        events = service.chat.token_events(call, sampling, Once.of(idempotency_key, body, asked.count))
-        source = await held.enter_async_context(aclosing(events))
-        first = await unless_gone(request, anext(source))  # refusals come before the first byte
-        if isinstance(first, Answer) and not body.stream:
-            service.count_tokens(first)
-            return Response(msgspec.json.encode(made.whole(first)), media_type=JSON)
-        return Events(with_error(made.events(service.counted(first, source))), held.pop_all())
+    source = service.chat.token_events(call, sampling, Once.of(idempotency_key, body, asked.count))
+    return await service.respond(request, source, stream=body.stream, whole=made.whole, events=made.events)
