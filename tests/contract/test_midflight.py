@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.wire.messages import SamplingParams
@@ -77,6 +79,22 @@ def test_every_number_is_that_of_a_plain_forward_pass(
     for output in outputs:
         assert_right(output, versions)
     assert outputs[0].versions == sorted(outputs[0].versions)
+
+
+def test_loads_take_place_in_the_order_of_their_calls(backend: Backend, versions: Versions, tmp_path: Path) -> None:
+    """However long the files of the first take to check."""
+    shutil.copytree(versions.directories[1], tmp_path, dirs_exist_ok=True)
+    for number in range(1000):
+        save_file({}, tmp_path / f"empty-{number}.safetensors")
+
+    async def both() -> None:
+        first, second = backend.load_weights(tmp_path, 1), backend.load_weights(versions.directories[2], 2)
+        await asyncio.gather(first, second)
+
+    asyncio.run(both())
+    output = run(backend, endless(PROMPT, 20))[0]
+    assert set(output.versions) == {2}
+    assert_right(output, versions)
 
 
 def test_a_skipped_version_leaves_its_tokens_marked(backend: Backend, versions: Versions) -> None:

@@ -7,7 +7,7 @@
 - All per-token arrays of a `SequenceOutput` have the same length; logprobs are raw (temperature 1, no truncation). A
   request without `sampling.logprobs` gets the same tokens and no logprobs, and new weights don't score its tokens.
 - `load_weights` runs between two tokens: running sequences keep their tokens and continue under the new version. The
-  new prefill also scores the previous version's tokens (proximal logprobs).
+  new prefill also scores the previous version's tokens (proximal logprobs). Loads take place in the order of the calls.
 - `load_adapter` does that for the sequences of one adapter; all others run on untouched.
 - Length rule (`fit_prompt`, `check_request`), before any work: prompt + max_new_tokens must fit the context. A prompt
   is cut only if the request allows it (`truncate_prompt`), always from the left, and the result says by how much.

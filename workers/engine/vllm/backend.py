@@ -253,14 +253,15 @@ class Engine:
         if self._room is not None:
             await self.load_adapter(OWN, directory, policy, probe)
             return
-        files = await self._weights.checked(directory)
-        begun = time.monotonic()
-        async with self.sequences.paused():
-            await self._weights.load(directory, files, probe, version)
-            self.sequences.loaded = version
-            self.sequences.policies.put(OWN, policy)
-            self.versions = self.sequences.policies.versions()
-        paused_s = time.monotonic() - begun
+        async with self._loading:  # from the first await on, or a later version may overtake an earlier one
+            files = await self._weights.checked(directory)
+            begun = time.monotonic()
+            async with self.sequences.paused():
+                await self._weights.load(directory, files, probe, version)
+                self.sequences.loaded = version
+                self.sequences.policies.put(OWN, policy)
+                self.versions = self.sequences.policies.versions()
+            paused_s = time.monotonic() - begun
         if self._max_pause_s is not None and paused_s > self._max_pause_s:
             get_logger().warning("loading alone took longer than weights.max_pause_s", seconds=round(paused_s, 3))
 
