@@ -23,7 +23,7 @@ from sluice.bench.broker import Broker, enqueue, new_job, own_broker
 from sluice.bench.engines import loaded
 from sluice.bench.harness import HOME, BenchPlan, median_of, percentile, play, ratios, say
 from sluice.bench.models import demo_model
-from sluice.bench.processes import START_S, Fleet, Parent, run_settings
+from sluice.bench.processes import Fleet, Parent, run_settings
 from sluice.pipeline.broker.streams import result_reader
 from sluice.pipeline.config import load_config
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
@@ -96,7 +96,7 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
             await bare.start_child(serve_bare, [settings, worker, plan.workers, plan.model is None])
         queued = QueuedEngines(plan.workers, settings, workers, broker)
         await queued.start()
-        await bare.receive(str, START_S)
+        await bare.started()
         await _warm_up(plan, bare, queued)
         received = result_bytes = 0
 

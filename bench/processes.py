@@ -29,7 +29,10 @@ from sluice.pipeline.run.supervisor import last_line, sluice_command
 T = TypeVar("T")
 
 START_S = 300.0
-"""Until an engine or a server is loaded."""
+"""Until a server is loaded; for so long a child that loads may compute nothing."""
+
+_IDLE_SHARE = 0.01
+"""Of a core; what stands still may use that much."""
 
 WORK_S = 1800.0
 """Until an engine has answered."""
@@ -102,7 +105,7 @@ class Fleet:
         async with cls(kind, logs) as fleet:
             for arguments in each:
                 await fleet.start_child(serve, arguments, env)
-            await fleet.receive(str, START_S)
+            await fleet.started()
             yield fleet
 
     async def start_child(
@@ -110,6 +113,22 @@ class Fleet:
     ) -> None:
         """Start one more that runs this function."""
         await self.start(child_command(serve, arguments), env, piped=True)
+
+    async def started(self, stall_s: float = START_S) -> None:
+        """Return once each child has told something. A large engine may load for long, so the criterion is a stall:
+        raises DeadlineExceeded if one is silent while all of them compute nothing for `stall_s`."""
+        telling = asyncio.create_task(self.receive(str, WORK_S))
+        try:
+            used = self.cpu_s(children=True)
+            while not (await asyncio.wait([telling], timeout=stall_s))[0]:
+                before, used = used, self.cpu_s(children=True)
+                # Less than before: a process that one of them had started has ended, which is progress too.
+                if before <= used < before + _IDLE_SHARE * stall_s:
+                    raise DeadlineExceeded(f"a {self._kind} process was silent and idle for {stall_s:.0f} s")
+            await telling
+        finally:
+            telling.cancel()
+            await asyncio.wait([telling])
 
     def send(self, what: Any) -> None:
         for process in self.processes:
@@ -159,9 +178,9 @@ class Fleet:
         finally:
             self.pause()
 
-    def cpu_s(self) -> float:
-        """CPU seconds that they, without their own children, have used so far."""
-        return sum(cpu_s(process.pid, children=False) for process in self.processes)
+    def cpu_s(self, *, children: bool = False) -> float:
+        """CPU seconds that they, and with `children` what they started, have used so far."""
+        return sum(cpu_s(process.pid, children=children) for process in self.processes)
 
     def check(self) -> None:
         """Raise SluiceError if one has ended."""

@@ -9,7 +9,7 @@ import pytest
 
 from sluice.bench.harness import BenchPlan, aim, play, ratios
 from sluice.bench.processes import Fleet
-from sluice.pipeline.errors import ConfigError, SluiceError
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
 from tests.benches import ROOT, serve_shares
 
 
@@ -99,3 +99,19 @@ async def test_children_answer_in_order_and_say_what_they_raised(tmp_path: Path)
             await fleet.ask(0, float, 60)
     assert [process.returncode is not None for process in fleet.processes] == [True, True]
     assert "what a library says" in (tmp_path / "share-1.log").read_text()
+
+
+async def test_a_child_that_neither_answers_nor_computes_is_given_up(tmp_path: Path) -> None:
+    async with Fleet("share", tmp_path) as fleet:
+        await fleet.start_child(serve_shares, [1], {"PYTHONPATH": str(ROOT)})
+        with pytest.raises(DeadlineExceeded, match="a share process was silent and idle"):
+            await fleet.started(0.5)
+        assert fleet.processes[0].returncode is None
+
+
+async def test_a_child_that_fails_as_it_starts_says_why(tmp_path: Path) -> None:
+    async with Fleet("share", tmp_path) as fleet:
+        await fleet.start_child(serve_shares, [6], {"PYTHONPATH": str(ROOT)})
+        fleet.send(0)
+        with pytest.raises(SluiceError, match="share-0 failed: ZeroDivisionError"):
+            await fleet.started()
