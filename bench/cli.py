@@ -122,7 +122,7 @@ def proximal(
     From publish to the first token under the new version, with a broker and a decode worker; an update that scores
     against one that only re-prefills, and against none; tokens per second at one update per 50, 200 and 1000 steps, and
     their share of the rate without updates; the share of older tokens with a valid proximal logprob behind a queue of
-    1 to 4 versions, with a scorer process. About 5 minutes. --rounds applies to the cost of scores.
+    1 to 4 versions, with a scorer process. About 8 minutes. --rounds applies to the cost of scores.
 
     Example: `sluice bench proximal --backends hf --json`
     """
