@@ -47,6 +47,7 @@ TIERS = {
             "contract/test_vlm_vllm.py",
             "integration/test_bench_queue.py",
             "integration/test_bench_scale.py",
+            "integration/test_fleet.py::test_vllm",
             "integration/dashboard/test_browser",
             "soak/test_hang.py",
             "soak/test_outsider.py",

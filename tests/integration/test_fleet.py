@@ -69,12 +69,12 @@ class Fleet:
     async def now(self, run: str) -> Snapshot:
         return await snapshot(self.client, self.runs[run])
 
-    async def over(self, run: str, count: int) -> None:
+    async def over(self, run: str, count: int, within_s: float = 60.0) -> None:
         async def holds() -> bool:
             now = await self.now(run)
             return now.committed + now.dead >= count
 
-        await eventually(holds, f"{count} sequences of {run} to end", 60.0)
+        await eventually(holds, f"{count} sequences of {run} to end", within_s)
 
     async def results(self, run: str) -> list[SequenceResult]:
         entries = await self.client.xrange(self.runs[run].results + "0")
@@ -192,6 +192,36 @@ async def test_each_run_has_its_own_adapter_and_one_in_trouble_stops_no_other(
         assert keys.run in text
         assert all(keys.run in page for page in pages)
     assert sum(one["share"] or 0 for one in cast("list[Any]", shown["runs"])) == pytest.approx(1)
+
+
+async def test_vllm_serves_runs_with_an_adapter_each_and_one_moves_on_alone(
+    fleet: Fleet, source: Path, tmp_path: Path
+) -> None:
+    worker = replace(fleet.config.worker, backend="vllm", runs=fleet.config.worker.runs[:3])
+    fleet.config = replace(fleet.config, worker=worker)
+    models = {name: make(source, tmp_path / name, seed) for seed, name in enumerate(("poetry", "prose"), 1)}
+    await fleet.publish("poetry", tmp_path / "poetry", 1)
+    await fleet.publish("prose", tmp_path / "prose", 7)
+    for run in ("poetry", "prose", "plain"):
+        await fleet.enqueue(run, "a", "b", n=2)
+    async with fleet.working():
+        await asyncio.gather(*(fleet.over(run, 4, 300.0) for run in ("poetry", "prose", "plain")))  # vLLM starts first
+        models["next"] = make(source, tmp_path / "next", 9)
+        await fleet.publish("poetry", tmp_path / "next", 2)
+
+        async def loaded() -> bool:
+            return (await fleet.now("poetry")).processes[0].facts.get("version") == 2
+
+        await eventually(loaded, "the next version of one run", 120.0)
+        for run in ("poetry", "prose"):
+            await fleet.enqueue(run, "late", n=2)
+        await asyncio.gather(fleet.over("poetry", 6), fleet.over("prose", 6))
+    wanted = {"poetry": [(1, "poetry")] * 4 + [(2, "next")] * 2, "prose": [(7, "prose")] * 6, "plain": [(0, "")] * 4}
+    for run, of in wanted.items():
+        found = sorted(await fleet.results(run), key=lambda one: ":late:" in one.seq_id)
+        assert [(one.backend, {*one.versions}) for one in found] == [("vllm", {version}) for version, _ in of]
+        for one, (_, name) in zip(found, of, strict=True):
+            assert_of(one, models[name] if name else reference(source))
 
 
 async def test_a_suspect_of_one_run_has_the_engine_for_itself(fleet: Fleet) -> None:
