@@ -28,7 +28,7 @@ def write_atomic(
 
     `mode` (narrowed by the umask) applies from the first byte on. `sweep` removes what killed writers of this path
     left, which lists the directory; without it, the caller does (`remove_stale`). `fence` is called right before the
-    rename, and may raise to prevent it.
+    rename, and may raise to prevent it. Raises OSError, which names the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # pids repeat across containers
@@ -42,6 +42,10 @@ def write_atomic(
             os.fsync(stream.fileno())
         fence()
         aside.replace(path)
+    except OSError as error:
+        if error.filename is None:  # of a write or a sync
+            error.filename = str(path)
+        raise
     finally:
         aside.unlink(missing_ok=True)
 

@@ -27,7 +27,7 @@ from tests.soak.battered_broker import BatteredBroker, ReplicatedBroker
 from tests.soak.plan import Needs
 
 _RELAY_PORT, _BROKER_PORT = 6379, 6380
-_DISKS = {"broker": ("broker-disk", 200), "run": ("runs", 120)}  # name → its place, megabytes
+_DISKS = {"broker": ("broker-disk", 200), "run": ("runs", 400)}  # name → its place, megabytes
 _STARVED_BYTES = 100 << 20
 _COMMANDS = {"trainer": "train", "producer": "produce", "consumer": "consume", "worker": "worker"}
 BROKER = "broker"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -59,6 +60,17 @@ def test_an_error_leaves_nothing_aside(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="d"):
         write_atomic(tmp_path / "d", "a directory is in the way")
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_a_write_for_which_there_is_no_room_names_the_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*state.json'"):
+            write_atomic(tmp_path / "state.json", bytes(2 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_secret_is_never_readable_by_others(tmp_path: Path) -> None:
