@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -20,6 +20,7 @@ Quick = Annotated[
 Rounds = Annotated[int | None, Parameter(help="Rounds of alternating sides; the default depends on the part.")]
 Counts = Annotated[tuple[int, ...], Parameter(help="Sequences at once; may be repeated.")]
 Workers = Annotated[tuple[int, ...], Parameter(help="Worker processes per measurement; may be repeated.")]
+RolloutPart = Literal["added", "rollouts", "turns", "served"]
 Vllm = Annotated[bool, Parameter(help="Measure vLLM too.")]
 
 
@@ -130,15 +131,22 @@ def proximal(
 
 
 @app.command
-def rollout(*, json: AsJson = False, rounds: Rounds = None, vllm: Vllm = True, quick: Quick = False) -> None:
+def rollout(
+    *,
+    json: AsJson = False,
+    only: Annotated[tuple[RolloutPart, ...] | None, Parameter(help="Parts; may be repeated. All by default.")] = None,
+    rounds: Rounds = None,
+    vllm: Vllm = True,
+    quick: Quick = False,
+) -> None:
     """Agent rollouts through rollout server, gateway and worker, and the gateway against vLLM's own server.
 
-    What the gateway adds to one engine call on an idle queue; 200 concurrent rollouts of 3 turns, with tools that take
-    10 to 100 ms, against the same turns on the bare engine; requests to a vLLM worker behind the gateway against the
-    same requests to vLLM's OpenAI server. The sides alternate. About 5 minutes. --rounds applies to rollouts and
-    requests.
+    added: what the gateway adds to one engine call on an idle queue. rollouts: 100 at once, 3 turns each, with tools
+    that take 10 to 100 ms, against the same turns on the bare engine. turns: conversations with and without prefixes
+    kept by the workers. served: requests to a vLLM worker behind the gateway against the same requests to vLLM's OpenAI
+    server. The sides alternate. About 8 minutes on two idle cores. --rounds applies to all parts but the first.
 
-    Example: `sluice bench rollout --no-vllm --json`
+    Example: `sluice bench rollout --only added --json`
     """
     _run("rollout", locals())
 

@@ -28,7 +28,7 @@ import random
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -55,7 +55,7 @@ from sluice.workers.engine.contracts import Backend
 MODEL_NAME = "policy"
 _TOOLS: list[Any] = [{"type": "function", "function": {"name": "multiply"}}]
 _EVERY = GatewayConfig().stream_tokens
-_WARM_PAIRS, _WARM_ROLLOUTS = 5, 8
+_WARM_PAIRS, _WARM_ROLLOUTS, _WARM_TURNS = 5, 8, 2
 _AIMS = {
     "added_ms_p50": ("<=", 5.0), "rollouts_vs_direct": (">=", 0.95), "prefix_reused_share": (">=", 0.9),
     "turn_latency_vs_none": ("<=", 0.5), "gateway_vs_vllm_serve": (">=", 1.0),
@@ -72,13 +72,13 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
     pairs: int = 200  # of `added`: one call on each side
     streamed_pairs: int = 40
     call_tokens: int = 32
-    rollouts: int = 200  # at once, and in a round
+    rollouts: int = 100  # at once, and in a round
     rounds: int = 3
     rollout_batch: int = 64  # worker.max_batch; also of `added`
     tool_latency_ms: tuple[int, int] = (10, 100)
     workers: int = 4  # of `turns`
     gateways: int = 2
-    conversations: int = 8  # at once
+    conversations: int = 4  # at once
     conversation_turns: int = 10
     system_words: int = 400  # of the prompt that all conversations begin with
     reply_words: int = 30  # of what follows each answer
@@ -87,6 +87,7 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
     concurrency: int = 32  # requests at a time, and worker.max_batch
     request_tokens: int = 128
     vllm: bool = True
+    only: tuple[str, ...] = ("added", "rollouts", "turns", "served")
 
     QUICK = {
         "prompt_words": 8, "pairs": 5, "streamed_pairs": 2, "call_tokens": 8, "rollouts": 6, "rounds": 1,
@@ -107,65 +108,70 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     on the engine alone). `added_ms_p50`, `added_ms_p99`: milliseconds that gateway, queue and worker add to one call,
     over pairs. `prefix_reused_share`: of all prompt tokens, those that no worker prefilled anew.
     `turn_latency_vs_none`: median latency of a conversation's turns, over that without affinity.
-    `gateway_vs_vllm_serve`: completion tokens per second, over vLLM's own server (None: see `why_no_vllm`);
-    `with_logprobs`: the same for requests with logprobs.
+    `gateway_vs_vllm_serve`: completion tokens per second, over vLLM's own server (None: see `why_no_vllm`); in
+    `served.with_logprobs` the same for requests with logprobs. `took_s`: seconds by part, starts of processes included.
     """
-    model, large = agent_model(HOME), agent_model(HOME, large=True)
+    small, large = agent_model(HOME), agent_model(HOME, large=True)
+    measured: dict[str, tuple[Path, Callable[[Plan, Bench], Awaitable[dict[str, Any]]]]] = {
+        "added": (small, _added), "rollouts": (large, _rollouts), "turns": (large, _turns), "served": (small, _served),
+    }  # fmt: skip
+    parts, took_s = dict[str, dict[str, Any]](), dict[str, float]()
     async with own_broker(home / "broker") as broker, open_session() as session:
-        bench = Bench(home, broker, model, session)
-        parts = await _on_hf(plan, bench)
-        parts |= await _of_large(plan, bench._replace(model=large))
-        if not plan.why_no_vllm:
-            parts |= await _on_vllm(plan, bench)
+        for name, (model, one) in measured.items():
+            if name in plan.only and not (name == "served" and plan.why_no_vllm):
+                began = time.perf_counter()
+                parts[name] = await one(plan, Bench(home, broker, model, session))
+                took_s[name] = time.perf_counter() - began
+                say(f"{name}: {took_s[name]:.0f} s")
     conditions = {
         "num_rollouts": plan.rollouts,
         "turns": NUM_TURNS,
         "turn_tokens": TURN_TOKENS,
-        "model": model.name,
+        "model": small.name,
         "large_model": large.name,
+        "took_s": took_s,
     }
     return {**fields(parts), **conditions, "threads": 1, "dtype": "float32"}
 
 
-def fields(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The results of the parts by name: `added`, `rollouts`, `turns` and, with vLLM, `plain` and `logprobs`."""
-    found = {
-        "rollouts_s": parts["rollouts"]["rollouts_s"],
-        **{name: parts["added"][name] for name in ("added_ms_p50", "added_ms_p99")},
-        **{name: parts["turns"][name] for name in ("prefix_reused_share", "turn_latency_vs_none")},
-        "gateway_vs_vllm_serve": parts["plain"]["gateway_vs_vllm_serve"] if "plain" in parts else None,
-        **parts["rollouts"],
-    }
+def fields(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The results of the parts by name; figures of a part that wasn't measured are None."""
+    figures = {
+        "rollouts": ("rollouts_s", "rollouts_vs_direct"), "added": ("added_ms_p50", "added_ms_p99"),
+        "turns": ("prefix_reused_share", "turn_latency_vs_none"), "served": ("gateway_vs_vllm_serve",),
+    }  # fmt: skip
+    found = {name: parts.get(part, {}).get(name) for part, names in figures.items() for name in names}
     return {
         **found,
+        **parts.get("rollouts", {}),
         "aims": {name: aim(sign, value, found[name]) for name, (sign, value) in _AIMS.items()},
-        "conversations": parts["turns"],
-        "call": parts["added"],
-        "served": parts.get("plain"),
-        "served_with_logprobs": parts.get("logprobs"),
+        "conversations": parts.get("turns"),
+        "call": parts.get("added"),
+        "served": parts.get("served"),
     }
 
 
-async def _on_hf(plan: Plan, bench: Bench) -> dict[str, dict[str, Any]]:
-    renderer = load_renderer(str(bench.model))
+async def _added(plan: Plan, bench: Bench) -> dict[str, Any]:
     chosen = settings(bench.home, bench.model, "hf", plan.rollout_batch, plan)
     async with direct_engine(chosen) as direct, _running(bench, chosen) as (gateway, _):
-        one = await added(bench.session, gateway, direct, renderer, plan)
+        one = await added(bench.session, gateway, direct, load_renderer(str(bench.model)), plan)
         say(f"one call: {one['added_ms_p50']:.1f} ms added at the median, {one['added_ms_p99']:.1f} ms at p99")
-        return {"added": one}
+        return one
 
 
-async def _of_large(plan: Plan, bench: Bench) -> dict[str, dict[str, Any]]:
-    """Parts whose passes have the share of time that those of a real model have."""
+async def _rollouts(plan: Plan, bench: Bench) -> dict[str, Any]:
     renderer = load_renderer(str(bench.model))
     chosen = settings(bench.home, bench.model, "hf", plan.rollout_batch, plan, run="bench-large")
     async with direct_engine(chosen) as direct, _running(bench, chosen, "rollout-server") as (gateway, server):
-        many = await rollouts(bench.session, server, gateway, direct, renderer, plan)
+        return await rollouts(bench.session, server, gateway, direct, renderer, plan)
+
+
+async def _turns(plan: Plan, bench: Bench) -> dict[str, Any]:
     batch = max(2, 2 * plan.conversations // plan.workers)
     run = {side: settings(bench.home, bench.model, "hf", batch, plan, run=f"bench-{side}") for side in ("with", "none")}
     run["none"] += ["worker.prefix_cache_mb=0", "worker.prefix_wait_s=0"]
     async with _conversing(bench, run["with"], plan) as kept, _conversing(bench, run["none"], plan) as none:
-        return {"rollouts": many, "turns": await turns(bench.session, {"with": kept, "none": none}, plan)}
+        return await turns(bench.session, {"with": kept, "none": none}, plan)
 
 
 @contextlib.asynccontextmanager
@@ -185,7 +191,7 @@ async def _conversing(bench: Bench, chosen: Sequence[str], plan: Plan) -> AsyncI
         yield gateways
 
 
-async def _on_vllm(plan: Plan, bench: Bench) -> dict[str, dict[str, Any]]:
+async def _served(plan: Plan, bench: Bench) -> dict[str, Any]:
     """The gateway with a vLLM worker against vLLM's own server, with the options a worker gives its engine."""
     chosen = settings(bench.home, bench.model, "vllm", plan.concurrency, plan)
     (port,) = free_ports(1)
@@ -195,13 +201,12 @@ async def _on_vllm(plan: Plan, bench: Bench) -> dict[str, dict[str, Any]]:
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_NAME, "--dtype", "float32"]
     command += ["--enforce-eager", "--max-num-seqs", str(plan.concurrency), "--generation-config", "vllm"]
     command += ["--disable-log-stats", "--disable-uvicorn-access-log"]
-    async with Fleet("vllm-serve", bench.home) as stock, _running(bench, chosen) as (gateway, _):
-        await stock.start(command, {**engine_environment(), "VLLM_LOGGING_LEVEL": "WARNING"})
-        await until_healthy(bench.session, stock_url, stock)
-        return {
-            name: await served(bench.session, gateway, stock_url, plan, logprobs=name == "logprobs")
-            for name in ("plain", "logprobs")
-        }
+    async with Fleet("vllm-serve", bench.home) as stock:
+        await stock.start(command, {**engine_environment(), "VLLM_LOGGING_LEVEL": "WARNING"})  # beside ours
+        async with _running(bench, chosen) as (gateway, _):
+            await until_healthy(bench.session, stock_url, stock)
+            plain = await served(bench.session, gateway, stock_url, plan, logprobs=False)
+            return {**plain, "with_logprobs": await served(bench.session, gateway, stock_url, plan, logprobs=True)}
 
 
 def settings(home: Path, model: Path, backend: str, max_batch: int, plan: Plan, *, run: str | None = None) -> list[str]:
@@ -369,7 +374,7 @@ async def turns(session: aiohttp.ClientSession, gateways: Mapping[str, Sequence[
         async def converse(at: int) -> None:
             asked = prompt_text(1 + at + plan.conversations * number, plan.prompt_words)
             messages = [{"role": "system", "content": system}, {"role": "user", "content": asked}]
-            for turn in range(plan.conversation_turns):
+            for turn in range(plan.conversation_turns if number >= 0 else _WARM_TURNS):
                 url = gateways[side][(at + turn) % plan.gateways]
                 body = {"rollout_id": f"{name}-{at}", "messages": messages, "temperature": 0.0}
                 began = time.perf_counter()

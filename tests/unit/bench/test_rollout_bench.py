@@ -69,12 +69,18 @@ def test_the_aim_is_held_against_the_plain_requests(ratio: float | None, met: bo
         "turns": {"prefix_reused_share": 0.9, "turn_latency_vs_none": 0.5},
     }
     if ratio is not None:
-        parts |= {"plain": {"gateway_vs_vllm_serve": ratio}, "logprobs": {"gateway_vs_vllm_serve": 9.0}}
+        parts["served"] = {"gateway_vs_vllm_serve": ratio, "with_logprobs": {"gateway_vs_vllm_serve": 9.0}}
     found = fields(parts)
     assert (found["gateway_vs_vllm_serve"], found["aims"]["gateway_vs_vllm_serve"]["met"]) == (ratio, met)
     assert (found["rollouts_s"], found["added_ms_p50"], found["added_ms_p99"]) == (3, 1, 2)
     others = ("added_ms_p50", "rollouts_vs_direct", "prefix_reused_share", "turn_latency_vs_none")
     assert [found["aims"][name]["met"] for name in others] == [True, False, True, True]
+
+
+def test_the_figures_of_a_part_that_was_left_out_are_null() -> None:
+    found = fields({"added": {"added_ms_p50": 1.0, "added_ms_p99": 2.0}})
+    assert (found["added_ms_p50"], found["rollouts_vs_direct"], found["conversations"]) == (1.0, None, None)
+    assert [each["met"] for each in found["aims"].values()] == [True, None, None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +98,7 @@ def test_rounds_below_one_are_refused() -> None:
     with pytest.raises(ConfigError, match="--rounds"):
         Plan.of(rounds=0, vllm=False, quick=True)
     plan = Plan.of(rounds=2, vllm=False, quick=False)
-    assert (plan.rounds, plan.rollouts, plan.why_no_vllm) == (2, 200, "not asked for")
+    assert (plan.rounds, plan.rollouts, plan.why_no_vllm) == (2, 100, "not asked for")
 
 
 def test_the_model_calls_the_tool_in_each_turn_and_then_answers(tmp_path: Path) -> None:
