@@ -63,7 +63,7 @@ def test_what_is_not_prefilled_anew_is_a_share_of_all_prompts() -> None:
 
 @pytest.mark.parametrize(("ratio", "met"), [(0.99, False), (1.0, True), (None, None)])
 def test_the_aim_is_held_against_the_plain_requests(ratio: float | None, met: bool | None) -> None:
-    parts = {
+    parts: dict[str, dict[str, object]] = {
         "added": {"added_ms_p50": 1.0, "added_ms_p99": 2.0},
         "rollouts": {"rollouts_s": 3.0, "rollouts_vs_direct": 0.94},
         "turns": {"prefix_reused_share": 0.9, "turn_latency_vs_none": 0.5},
@@ -78,7 +78,8 @@ def test_the_aim_is_held_against_the_plain_requests(ratio: float | None, met: bo
 
 
 def test_the_figures_of_a_part_that_was_left_out_are_null() -> None:
-    found = fields({"added": {"added_ms_p50": 1.0, "added_ms_p99": 2.0}})
+    parts: dict[str, dict[str, object]] = {"added": {"added_ms_p50": 1.0, "added_ms_p99": 2.0}}
+    found = fields(parts)
     assert (found["added_ms_p50"], found["rollouts_vs_direct"], found["conversations"]) == (1.0, None, None)
     assert [each["met"] for each in found["aims"].values()] == [True, None, None, None, None]
 
