@@ -180,8 +180,9 @@ def parse_log(raw: bytes) -> list[JobEvent]:
     found: list[JobEvent] = []
     for line in raw.decode(errors="replace").split("\n"):
         parts = line.split("\t")
-        at_ms = integer_or(parts[0], None, most=int(LAST_S * 1000))
-        if len(parts) == 5 and at_ms is not None and parts[1] in _KINDS:
+        if len(parts) != 5 or parts[1] not in _KINDS:
+            continue  # the text after the last line feed too
+        if (at_ms := integer_or(parts[0], None, most=int(LAST_S * 1000))) is not None:
             at, kind, attempt = at_ms / 1000, _KINDS[parts[1]], integer_or(parts[2], 0)
             found.append(JobEvent(at=at, kind=kind, attempt=attempt, worker=parts[3], detail=parts[4]))
     return found

@@ -251,13 +251,29 @@ class Waterfall:
         return self.ref.child("attempt", number)
 
     def add(
-        self, stage: Stage, ref: SpanRef, start: float, end: float, role: str, parent: int = -1, **more: Any
+        self,
+        stage: Stage,
+        ref: SpanRef,
+        start: float,
+        end: float,
+        role: str,
+        parent: int = -1,
+        *,
+        process: str = "",
+        kind: Kind = "internal",
+        attributes: dict[str, Any] | None = None,
+        links: list[SpanRef] | None = None,
+        error: str = "",
+        name: str = "",
     ) -> None:
-        """One span; `parent` -1: the job."""
-        parent = self.ref.span_id if parent < 0 else parent
+        """One span; `parent` -1: the job. Named one by one: passed through as a dict they cost more than the span."""
         self.spans.append(
-            Span(stage=stage, ref=ref, parent=parent, start=start, end=max(start, end), role=role, **more)
-        )
+            Span(
+                stage=stage, ref=ref, parent=self.job.ref.span_id if parent < 0 else parent, start=start,
+                end=end if end > start else start, role=role, process=process, kind=kind, attributes=attributes or {},
+                links=links or [], error=error, name=name,
+            )
+        )  # fmt: skip
 
 
 def _at(attributes: dict[str, Any]) -> dict[str, Any]:
