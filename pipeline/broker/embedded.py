@@ -37,6 +37,7 @@ from urllib.parse import urlsplit
 import msgspec
 import redis
 
+from sluice.pipeline.broker.append_only import close_gaps
 from sluice.pipeline.child_process import tethered
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerError
@@ -281,7 +282,10 @@ class EmbeddedServer:
         self._watcher = threading.Thread(target=self.keep, name="embedded-broker", daemon=True)
 
     def start(self) -> None:
-        """Start it and return once it answers; raises a BrokerError that shows its log."""
+        """Start it and return once it answers; raises a BrokerError that shows its log.
+
+        Once more if it ended over gaps in its append-only file, which are closed.
+        """
         with open(self._directory / "broker.log", "ab", opener=_private) as log:
             process = subprocess.Popen(
                 tethered(self._command), stdout=log, stderr=log, start_new_session=True, umask=0o077
@@ -293,8 +297,12 @@ class EmbeddedServer:
         try:
             self._wait_ready(process)
         except BrokerError:
+            ended = process.poll() is not None
             _end(process)
-            raise
+            if not ended or not (gap := close_gaps(self._directory)):
+                raise
+            get_logger().warning("zeros from a full disk are taken out of the broker's append-only file", bytes=gap)
+            self.start()
 
     def watch(self) -> None:
         """From now on, restart it whenever it dies."""

@@ -45,6 +45,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry as BlockingRetry
 
+from sluice.pipeline.broker.append_only import could_not_write
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.keys import Keys
 
@@ -114,6 +115,7 @@ class UntilRetry(Retry):
                     counted = functools.partial(_counted, fail, failures + 1) if with_failure_count else fail
                     await self._after(error, counted)
                     full = _is_full(error)
+                    _room.unwritten = _room.unwritten or could_not_write(error)
                     if outage.is_too_long():
                         if full and for_s > 0:
                             raise _too_long(error, for_s) from error
@@ -266,6 +268,7 @@ class _Room:
     def __init__(self) -> None:
         self.calls: dict[object, float] = {}  # call that waits for memory → since when, Unix s
         self.said: dict[str, float] = {}  # what the log said → when, monotonic s
+        self.unwritten = False  # a call was refused because the broker couldn't write its append-only file
 
 
 _room = _Room()
@@ -279,6 +282,12 @@ def _is_full(error: Exception) -> bool:
 def waits_for_room() -> float | None:
     """Since when (Unix s) calls of this process have been waiting for memory; None if none is."""
     return min(_room.calls.values(), default=None)
+
+
+def was_unwritten() -> bool:
+    """Whether, since this was last asked, the broker couldn't write its append-only file."""
+    was, _room.unwritten = _room.unwritten, False
+    return was
 
 
 def _note_wait(call: object, *, at_most_s: float) -> None:

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from sluice.pipeline.broker import retry
+from sluice.pipeline.broker import append_only, retry
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.status.text import wait_text
@@ -185,6 +185,8 @@ class StatusReporter:
             began = time.monotonic()
             try:
                 await self.beat()
+                if retry.was_unwritten():
+                    await append_only.renew(self._client)
                 if time.monotonic() >= due:
                     due = time.monotonic() + _FORGET_EVERY_S
                     await forget_dead(self._client, self._keys)

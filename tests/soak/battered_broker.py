@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import redis
 
+from sluice.pipeline.broker.append_only import close_gaps
 from tests.failovers import Cluster, Failover
 from tests.killable_broker import KillableBroker
 
@@ -21,23 +22,41 @@ class BatteredBroker(KillableBroker):
 
     def __init__(self, directory: Path, **where: Any) -> None:
         super().__init__(directory, **where)
-        self._options += ["--save", ""]
+        self._log = directory.parent / "broker.log"  # not on a disk that is filled
+        self._options += ["--save", "", "--logfile", str(self._log)]
+        self._directory = directory
 
     is_replicated = False
     settings: ClassVar[dict[str, Any]] = {}
     """The section `broker` of a configuration."""
 
     def start(self) -> None:
-        """On its own data; returns when it answers."""
+        """On its own data; returns when it answers. Zeros that a full disk left in its file are taken out, as our own
+        broker does."""
         super().start()
+        if not self._answers_or_ends() and close_gaps(self._directory):
+            super().start()
         self.wait_ready()
 
     def wait_ready(self) -> None:
         """Until it answers; fails at the deadline."""
         until = time.monotonic() + _READY_S
         while not self._answers():
-            assert time.monotonic() < until, f"the broker did not answer within {_READY_S:.0f} s"
+            assert time.monotonic() < until, f"the broker did not answer within {_READY_S:.0f} s:\n{self._last_lines()}"
             time.sleep(0.02)
+
+    def _answers_or_ends(self) -> bool:
+        """False: its process has ended."""
+        assert self._process
+        until = time.monotonic() + _READY_S
+        while time.monotonic() < until and not self._answers():
+            if self._process.poll() is not None:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _last_lines(self) -> str:
+        return self._log.read_text(errors="replace")[-2000:] if self._log.exists() else ""
 
     def stall(self) -> None:
         """SIGSTOP: it takes connections and answers nothing."""
