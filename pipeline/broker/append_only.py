@@ -1,6 +1,6 @@
 """The append-only file of a broker whose disk was full for a while.
 
-Redis from 7.0 on and Valkey (9.1 too) cut off a command of which a full disk took only a part, and write it whole later.
+Redis from 7.0 on and Valkey (9.1 too) cut off a command of which a full disk took a part, and write it whole later.
 Where the file was written anew since the start, that is behind the place where they had stopped, and for the zeros in
 between they refuse the file at their next start:
 
