@@ -168,6 +168,7 @@ async def test_no_more_workers_empty_themselves_than_suspects_need(client: Redis
     answers = [await claimed(each, held=1) for each in busy]
     assert [each.must_drain for each in answers] == [True, True, False]  # two suspects, each alone
     assert names(answers[2].claims) == ["c", "d", "e", "f"]
+    assert await client.pttl(f"{keys.alone}:turns") > 0, "workers that all die would leave it behind"
     await busy[0].stand_down(60)
     assert (await claimed(busy[2], held=1)).must_drain
 

@@ -164,6 +164,7 @@ local function suspects()
     local is_needed = redis.call('ZCARD', turns) < math.ceil(#waiting / together)
     if not is_needed and not redis.call('ZSCORE', turns, owner) then return nil end
     redis.call('ZADD', turns, now + lease, owner)
+    redis.call('PEXPIRE', turns, lease) -- the last one may die with its turn, and no suspect is left
     ring()
     return {}, 1
   end
