@@ -240,7 +240,7 @@ class LeasedWorker:
             return False
         got = await self._claim(0 if self.runs_apart() else max(0, self._holder.room()))
         self._hooks.each_turn()
-        if (got.claims or got.more) and self._has_room():
+        if got.more and self._has_room():  # else the claimed ones start first; jobs that came since have rung
             return True
         pause_s = got.again_s or (self._poll_s if self._has_room() else self._full_poll_s)
         self._look_at = time.monotonic() + pause_s

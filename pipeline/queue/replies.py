@@ -33,6 +33,7 @@ from sluice.pipeline.wire.sampled_tokens import Place, Ranked
 from sluice.pipeline.wire.tokens import FloatArray, TokenArray
 
 _BLOCK_S, _LOOK_S = 0.5, 1.0
+_ASIDE_S = 0.02  # an answer goes out before the mailbox is read again
 _MOST_WORDS, _MOST_JOBS = 512, 256  # per call
 _MOST_DIGITS = 8
 _WHOLE = b"\xc1"  # before an answer in the mailbox: neither UTF-8 nor msgpack
@@ -46,6 +47,7 @@ class Replies:
         self._client, self._keys, self._queue = cast(Any, client), keys, JobQueue(client, keys)
         self._mailbox = f"{keys.replies}mailbox:{self.name}"
         self._open: dict[str, list[Expected]] = {}  # by job
+        self._is_some = asyncio.Event()  # somebody waits
         timeout_s = self._client.connection_pool.connection_kwargs.get("socket_timeout")
         self._block_s = min(_BLOCK_S, timeout_s / 2) if timeout_s else _BLOCK_S
 
@@ -58,6 +60,7 @@ class Replies:
                 if time.monotonic() >= due:
                     await self._look([one for some in self._open.values() for one in some if one.is_asked])
                     due = time.monotonic() + _LOOK_S
+                await self._let_answers_out()
         finally:
             for one in [one for some in self._open.values() for one in some]:
                 one.fail(BrokerError("this process no longer reads replies: it is stopping, or the broker is down"))
@@ -67,6 +70,7 @@ class Replies:
         """Collect the answer to a job of `n` sequences inside the block; enter it before the job is enqueued."""
         expected = Expected(job_id, n, self._look)
         self._open.setdefault(job_id, []).append(expected)
+        self._is_some.set()
         try:
             yield expected
         finally:
@@ -77,6 +81,15 @@ class Replies:
     async def forget(self, job_id: str, n: int = 1) -> None:
         """Remove an answer that was read; the id of the job, which has ended, is free again."""
         await self._queue.forget(job_id, n)
+
+    async def _let_answers_out(self) -> None:
+        """Where nobody waits any more: asking for the next word would delay the caller who has just got an answer."""
+        if any(one.missing() for some in self._open.values() for one in some):
+            return
+        self._is_some.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ASIDE_S):
+                await self._is_some.wait()
 
     async def _read(self) -> None:
         first = await self._client.blpop([self._mailbox], timeout=self._block_s)

@@ -73,6 +73,30 @@ async def holding(shelf: Shelf, number: int) -> None:
     await eventually(is_so, f"{number} held jobs")
 
 
+async def test_a_job_starts_before_the_queue_is_asked_again(client: Any, keys: Keys, leases: LeasedWorker) -> None:
+    order = list[str]()
+    started = asyncio.Event()
+
+    class Starter(Shelf):
+        async def accept(self, claim: Claim) -> None:
+            await super().accept(claim)
+            order.append("accepted")
+            asyncio.get_running_loop().call_soon(lambda: (order.append("started"), started.set()))
+
+    async def asks() -> None:
+        order.append("asks")
+
+    serving = asyncio.create_task(leases.serve(Starter(leases), Hooks(before_claim=asks)))
+    await enqueue(client, keys, "a")
+    async with asyncio.timeout(10):
+        await started.wait()
+    at = order.index("accepted")
+    assert order[at : at + 2] == ["accepted", "started"]
+    leases.stop.set()
+    leases.wake.set()
+    await serving
+
+
 async def test_it_claims_what_fits_and_what_is_held_at_a_stop_goes_back_without_blame(
     client: Any, keys: Keys, leases: LeasedWorker
 ) -> None:
