@@ -86,6 +86,22 @@ def fsync_tree(directory: Path) -> None:
     _fsync(directory)
 
 
+def leave_to_disk(directory: Path) -> None:
+    """The host's memory needn't hold what is durable of its files. Call it before others are written.
+
+    They get these pages then, instead of new ones, which a virtual machine may give ten times as slowly.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with contextlib.suppress(OSError):  # removed meanwhile
+        for path in directory.iterdir():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
 @contextlib.contextmanager
 def synced_meanwhile(descriptor: int) -> Generator[Callable[[int], None]]:
     """A large file that is written in the block is synced as it is written, and durable after it.

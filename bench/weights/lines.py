@@ -88,7 +88,7 @@ class Line:
         snapshot.copy()
         copied = time.monotonic()
         with staging(self.root) as directory:
-            shards, score = snapshot.write(self._training.source, directory)
+            shards, score = snapshot.write(self._training.source, directory, self._carrier.ahead(self.version))
             written = time.monotonic()
             manifest = WeightVersion(
                 version=number, path="", digest="", probe_token_ids=TokenArray(self._training.probe), probe_score=score,

@@ -15,6 +15,7 @@ from sluice.pipeline.weights.carriers import Carrier, carrier_of, host_cache
 from sluice.pipeline.weights.host_cache import HostCache
 from sluice.pipeline.weights.object_store import ObjectStore
 from sluice.pipeline.weights.store import Store
+from sluice.pipeline.weights.versions import Ahead
 from sluice.pipeline.wire.messages import WeightVersion
 
 _ROOM = 1 << 40
@@ -75,6 +76,9 @@ class Timed:
         found = self._own.fetch(manifest)
         self.ended = time.monotonic()
         return found
+
+    def ahead(self, parent: int) -> Ahead:
+        return self._own.ahead(parent)
 
     def publish(self, source: Path, manifest: WeightVersion, fence: Callable[[], None]) -> WeightVersion:
         return self._own.publish(source, manifest, fence)

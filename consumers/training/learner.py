@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +154,11 @@ class Learner:
             tensors = gathered(own_tensors(self._step.model), keep=True)
         write_model(self._step.model, self._source, directory, tensors)
 
-    def snapshot(self, dtype: str, token_ids: Sequence[int]) -> Callable[[Path], tuple[dict[str, Shard], float]]:
+    def snapshot(self, dtype: str, token_ids: Sequence[int]) -> Callable[..., tuple[dict[str, Shard], float]]:
         """These weights as files of this dtype, whatever the next step makes of them.
 
-        Returns what fills a model directory, in any thread: (size and digest of its weights' files, score of the
-        probe `token_ids`).
+        Returns what fills a model directory, in any thread, as `Snapshot.write` does: (size and digest of its weights'
+        files, score of the probe `token_ids`).
         """
         model = self._step.model
         if self._ranks is None and not is_sharded(model):
@@ -178,7 +179,7 @@ class Learner:
             self._stalled_s += time.monotonic() - started
 
         self._step.before_update = before_update
-        return lambda directory: found.write(self._source, directory)
+        return partial(found.write, self._source)
 
     def stalled_s(self) -> float:
         """For how long updates have waited for a snapshot, since the last call."""

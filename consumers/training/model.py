@@ -9,6 +9,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from sluice.consumers.training import lora
 from sluice.pipeline.config.types import Config, ModelConfig
 from sluice.pipeline.errors import ModelError
 from sluice.pipeline.files import synced_meanwhile
-from sluice.pipeline.weights.versions import MANIFEST, tensor_table
+from sluice.pipeline.weights.versions import MANIFEST, Watch, tensor_table
 from sluice.pipeline.wire.messages import Shard
 
 HANDOFF_FILE = "handoff.json"
@@ -195,8 +196,12 @@ def own_tensors(model: Any) -> dict[str, Any]:
     return dict(lora.parameters(model)) if lora.has_adapter(model) else model.state_dict(keep_vars=True)
 
 
-def write_weights(model: Any, tensors: Mapping[str, Tensor], target: Path) -> dict[str, Shard]:
+def write_weights(
+    model: Any, tensors: Mapping[str, Tensor], target: Path, watch: Watch | None = None
+) -> dict[str, Shard]:
     """Write a state dict of `model` as safetensors files in the hub's layout; their sizes and digests.
+
+    `watch`: for tensors in the host's memory, which all of a file's bytes then take at once.
 
     transformers holds some layers in other shapes than their checkpoints (experts in one tensor); they are converted
     back as its own saving does, so every engine can read them. The files aren't written by safetensors: it holds the
@@ -214,7 +219,7 @@ def write_weights(model: Any, tensors: Mapping[str, Tensor], target: Path) -> di
     )
     parts = {file: {name: kept[name] for name in names} for file, names in split.filename_to_tensors.items()}
     with ThreadPoolExecutor(min(len(parts), _WRITERS), thread_name_prefix="weights") as pool:
-        made = pool.map(lambda file: _write_file(target / file, parts[file]), parts)
+        made = pool.map(lambda file: _write_file(target / file, parts[file], watch), parts)
         shards = dict(zip(parts, made, strict=True))
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -222,7 +227,7 @@ def write_weights(model: Any, tensors: Mapping[str, Tensor], target: Path) -> di
     return shards
 
 
-def _write_file(file: Path, tensors: Mapping[str, Tensor]) -> Shard:
+def _write_file(file: Path, tensors: Mapping[str, Tensor], watch: Watch | None) -> Shard:
     """One durable safetensors file, hashed as it is written: equal tensors make equal bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     ordered, end = sorted(tensors.items(), key=lambda each: (-each[1].element_size(), each[0])), 0
@@ -231,10 +236,13 @@ def _write_file(file: Path, tensors: Mapping[str, Tensor]) -> Shard:
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
-    digest = xxh3_128()
+    head, digest = memoryview(len(raw).to_bytes(8, "little") + raw), xxh3_128()
+    pieces = chain([head], (_bytes_of(tensor) for _, tensor in ordered))
+    if watch is not None:
+        pieces = list(pieces)
+        watch(file.name, pieces)
     with file.open("wb", buffering=0) as stream, synced_meanwhile(stream.fileno()) as wrote:
-        for piece in (len(raw).to_bytes(8, "little") + raw, *(_bytes_of(tensor) for _, tensor in ordered)):
-            left = memoryview(piece)
+        for left in pieces:
             while left:  # a write may be short
                 block = left[:_BLOCK]
                 written = stream.write(block)
@@ -244,7 +252,7 @@ def _write_file(file: Path, tensors: Mapping[str, Tensor]) -> Shard:
     return Shard(8 + len(raw) + end, digest.hexdigest())
 
 
-def _bytes_of(tensor: Tensor) -> Any:
+def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -104,8 +104,8 @@ class Weights:
     dtype: str = ""  # as in a manifest
 
 
-# Writes the files of a version, in a thread; their directory is deleted once they are published.
-Make = Callable[[], Weights]
+# Writes the files of a version, in a thread, within what is given; their directory is deleted once they are published.
+Make = Callable[[versions.Ahead | None], Weights]
 Fence = Callable[[], None]  # raises LeaseLost if the trainer was replaced; for a thread
 # Makes a state durable, with the fence right before its rename.
 Save = Callable[[TrainerState, Fence], object]
@@ -520,7 +520,7 @@ class Session:
         self._publishing = self._role.spawn(self._publish_made(make, self.state, started))
 
     async def _publish_made(self, make: Make, state: TrainerState, started: float) -> None:
-        weights = await self._writing(make)
+        weights = await self._writing(make, self._carrier.ahead(state.line.parent))
         made = time.monotonic()
         try:
             manifest = await self._write_version(weights, state)
@@ -536,8 +536,8 @@ class Session:
         step, parent = self.state.step, self.state.version
         if not await asyncio.to_thread(versions.twins, self.root, step=step, parent=parent):
             return await self._next_number(), make
-        weights = await self._writing(make)
-        return await self._number_for(weights), lambda: weights
+        weights = await self._writing(make, None)
+        return await self._number_for(weights), lambda _: weights
 
     @contextlib.asynccontextmanager
     async def guarding_files(self) -> AsyncIterator[None]:

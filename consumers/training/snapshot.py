@@ -29,6 +29,7 @@ from torch import Tensor
 
 from sluice.consumers.training.model import copy_settings, probe_score, write_weights
 from sluice.pipeline.errors import DeadlineExceeded
+from sluice.pipeline.weights.versions import Ahead
 from sluice.pipeline.wire.messages import Shard
 
 
@@ -84,17 +85,17 @@ class Snapshot:
         finally:
             self._copying.release()
 
-    def write(self, source: Path, target: Path) -> tuple[dict[str, Shard], float]:
+    def write(self, source: Path, target: Path, ahead: Ahead | None = None) -> tuple[dict[str, Shard], float]:
         """Fill a model directory, every other file as in `source`; size and digest of its files, the probe's score.
 
-        Call it once.
+        Call it once. `ahead`: as `Carrier.ahead` gives it.
         """
         self.copy()
         copied = self._copied
         assert copied is not None
-        with ThreadPoolExecutor(1, thread_name_prefix="probe") as pool:
+        with ThreadPoolExecutor(1, thread_name_prefix="probe") as pool, ahead or contextlib.nullcontext() as watch:
             scoring = pool.submit(self._score, copied)
-            shards = write_weights(self._model, copied, target)
+            shards = write_weights(self._model, copied, target, watch)
             copy_settings(source, target)
             score = scoring.result()
         self._memory.give(copied)

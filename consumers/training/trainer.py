@@ -64,7 +64,7 @@ from sluice.pipeline.run import preflight, provenance
 from sluice.pipeline.run.role import Role, default_name, role_process, use_free_gpu
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.telemetry.spans import step_ref
-from sluice.pipeline.weights.versions import read_manifest
+from sluice.pipeline.weights.versions import Ahead, read_manifest
 from sluice.pipeline.wire.messages import DeadLetter, ScoreJob, ScoreResult, TrainingSample
 from sluice.pipeline.wire.waits import WaitKind
 
@@ -273,7 +273,7 @@ class Trainer:
     @contextlib.asynccontextmanager
     async def _staged(self, dtype: str) -> AsyncGenerator[Weights]:
         """The in-memory model's, in files that are there inside the block."""
-        weights = await asyncio.to_thread(lambda: self._making(dtype)())
+        weights = await asyncio.to_thread(lambda: self._making(dtype)(None))
         try:
             yield weights
         finally:
@@ -285,14 +285,14 @@ class Trainer:
             return self._write_adapter
         fill = self._learner.snapshot(dtype, self._probe)
 
-        def make() -> Weights:
+        def make(ahead: Ahead | None) -> Weights:
             with staging(self._session.root) as directory:
-                shards, score = fill(directory)
+                shards, score = fill(directory, ahead)
             return Weights(directory, self._probe, score, shards=shards, dtype="" if dtype == "float32" else dtype)
 
         return make
 
-    def _write_adapter(self) -> Weights:
+    def _write_adapter(self, _ahead: Ahead | None) -> Weights:
         with staging(self._session.root) as directory:
             self._learner.write(directory)
             return self._weights(directory)

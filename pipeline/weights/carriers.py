@@ -20,6 +20,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,13 @@ from sluice.pipeline.wire.messages import WeightVersion
 
 class Carrier(Protocol):
     """One end of a transport; any thread may call it, and several processes of a host may at the same time."""
+
+    def ahead(self, parent: int) -> versions.Ahead:
+        """For the time in which files of the version after `parent` are written: tell what it gives of each.
+
+        What `publish` needs of them is made beside; whatever becomes of that, only its time depends on it.
+        """
+        ...
 
     def publish(self, source: Path, manifest: WeightVersion, fence: Callable[[], None]) -> WeightVersion:
         """Make the files of `source` the version `manifest.version`; when it returns, they are durable.
@@ -113,6 +121,10 @@ class Directory:
         """
         self._root, self._base, self._verified = root, base, verified
 
+    def ahead(self, parent: int) -> versions.Ahead:
+        """Files are linked, not made of others."""
+        return nullcontext()
+
     def publish(self, source: Path, manifest: WeightVersion, fence: Callable[[], None]) -> WeightVersion:
         return versions.write_version(source, self._root, manifest, fence)
 
@@ -151,6 +163,9 @@ class SharedMemory:
         self._durable, self._base, self._tell = durable, base, tell
         self._segments = Segments(root, run)
         self._fallbacks = 0
+
+    def ahead(self, parent: int) -> versions.Ahead:
+        return self._durable.ahead(parent)
 
     def publish(self, source: Path, manifest: WeightVersion, fence: Callable[[], None]) -> WeightVersion:
         """The copy is made at the same time, and shown when the version is durable."""

@@ -11,11 +11,12 @@ some segments per thread, whatever the file's size.
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -86,17 +87,24 @@ class _Segment(NamedTuple):
 
 def same_layout(base: Path, new: Path) -> bool:
     """Whether there can be a delta: the same tensors at the same places of two files of one size."""
-    return base.stat().st_size == new.stat().st_size and _head(base) == _head(new)
+    with _File(base) as old, _File(new) as later:
+        return (old.head, old.size) == (later.head, later.size)
 
 
-def encode(base: Path, new: Path, out: Path) -> Encoded:
-    """Write what turns `base` into `new`. Raises WeightsError for another layout, OSError if `out` can't be written."""
-    if not same_layout(base, new):
-        raise WeightsError(f"{new}: has other tensors than {base}, so there is no delta; publish the whole file")
-    head, size = _head(base), base.stat().st_size
-    digests = xxh3_128(head), xxh3_128(head)
+def encode(base: Path, new: Path | Sequence[memoryview], out: Path) -> Encoded:
+    """Write what turns `base` into `new`: a file, or all of its bytes in order, of which the first piece is its header.
+
+    Raises WeightsError for another layout, OSError if `out` can't be written.
+    """
     with ExitStack() as stack:
-        old_file, new_file = stack.enter_context(base.open("rb")), stack.enter_context(new.open("rb"))
+        old = stack.enter_context(_File(base))
+        later = stack.enter_context(_File(new)) if isinstance(new, Path) else _Pieces(new)
+        head, size = old.head, old.size
+        if (later.head, later.size) != (head, size):
+            raise WeightsError(
+                f"{later.name}: has other tensors than {base}, so there is no delta; publish the whole file"
+            )
+        digests = xxh3_128(head), xxh3_128(head)
         target, pool = stack.enter_context(out.open("wb")), stack.enter_context(_pool())
         start = len(_MAGIC) + 4 + _HEADER_BYTES
         target.seek(start)  # the digests are known at the end
@@ -104,7 +112,7 @@ def encode(base: Path, new: Path, out: Path) -> Encoded:
 
         def read() -> Iterator[Callable[[], bytes]]:
             for segment in _segments(head, size, str(base)):
-                olds, news = (_read(file, segment.start, segment.end) for file in (old_file, new_file))
+                olds, news = (source.read(segment.start, segment.end) for source in (old, later))
                 for digest, found in zip(digests, (olds, news), strict=True):
                     digest.update(found.data)
                 yield _Compress(olds, news, segment.item)
@@ -129,29 +137,23 @@ def apply(base: Path, deltas: Sequence[Path], out: Path) -> str:
     """
     with ExitStack() as stack:
         sources = [stack.enter_context(_Delta(path)) for path in deltas]
-        source, pool = stack.enter_context(base.open("rb")), stack.enter_context(_pool())
-        head, size = _head(base), base.stat().st_size
-        _check_chain(base, sources, size, len(head))
-        before, after = xxh3_128(head), xxh3_128(head)
-        target = stack.enter_context(out.open("wb"))
-        target.write(head)
-
-        def read() -> Iterator[Callable[[], Bytes]]:
-            for segment in _segments(head, size, str(base)):
-                olds = _read(source, segment.start, segment.end)
-                before.update(olds.data)
-                yield _Expand(olds, [each.frame(segment) for each in sources], segment, deltas)
-
-        for made in in_order(pool, read()):
-            after.update(made.data)
-            target.write(made.data)
+        source = stack.enter_context(_File(base))
+        _check_chain(base, sources, source.size, len(source.head))
+        digest = xxh3_128(source.head)
+        target, pool = stack.enter_context(out.open("wb", buffering=0)), stack.enter_context(_pool())
+        _write(target, source.head)
+        segments = _segments(source.head, source.size, str(base))
+        work = (_Expand(source, [each.frame(one) for each in sources], one, deltas) for one in segments)
+        for made in in_order(pool, work):  # this thread hashes and writes, the others do the rest
+            digest.update(made.data)
+            _write(target, made.data)
         for each in sources:
             each.check_end()
-    if sources and (found := before.hexdigest()) != sources[0].header.base:
-        wanted = sources[0].header.base
-        raise WrongBase(f"{base}: has the digest {found[:12]}, and {deltas[0].name} is of {wanted[:12]}; {_HELP}")
-    found = after.hexdigest()
+    found = digest.hexdigest()
     if sources and found != sources[-1].header.result:
+        wanted = sources[0].header.base
+        if (was := digest_of_file(base)) != wanted:
+            raise WrongBase(f"{base}: has the digest {was[:12]}, and {deltas[0].name} is of {wanted[:12]}; {_HELP}")
         raise WeightsError(f"{deltas[-1]}: damaged, it doesn't give the weights that it names; {_HELP}")
     return found
 
@@ -240,13 +242,14 @@ class _Compress(NamedTuple):
 
 
 class _Expand(NamedTuple):
-    old: Bytes
+    base: _File
     frames: Sequence[bytes]
     segment: _Segment
     names: Sequence[Path]
 
     def __call__(self) -> Bytes:
-        made, count = self.old, len(self.old)
+        made = self.base.read(self.segment.start, self.segment.end)
+        count = len(made)
         for name, frame in zip(self.names, self.frames, strict=True):
             try:
                 raw = zstandard.ZstdDecompressor().decompress(frame, max_output_size=count, allow_extra_data=False)
@@ -282,14 +285,65 @@ def _ungrouped(grouped: Bytes, item: int) -> Bytes:
     return made
 
 
-def _head(file: Path) -> bytes:
+class _File:
+    """A safetensors file, open inside a `with`."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+
+    def __enter__(self) -> _File:
+        """Raises WeightsError for what is no safetensors file."""
+        self._file = self._path.open("rb")
+        try:
+            self.head, self.size = _head(self._file, self.name), os.fstat(self._file.fileno()).st_size
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, start: int, end: int) -> Bytes:
+        """The caller's own bytes; any thread may ask."""
+        found = np.empty(end - start, dtype=np.uint8)
+        view, at = found.data, 0
+        while at < len(found):
+            count = os.preadv(self._file.fileno(), [view[at:]], start + at)
+            if count == 0:
+                raise WeightsError(f"{self.name}: became shorter while it was read; is something else writing it?")
+            at += count
+        return found
+
+
+class _Pieces:
+    """The same of bytes that are in memory; the first piece is the head."""
+
+    name = "the new file"
+
+    def __init__(self, pieces: Sequence[memoryview]) -> None:
+        self._pieces = [np.frombuffer(piece, dtype=np.uint8) for piece in pieces if len(piece)]
+        self._ends = list(accumulate(len(piece) for piece in self._pieces))
+        self.head, self.size = self._pieces[0].tobytes(), self._ends[-1]
+
+    def read(self, start: int, end: int) -> Bytes:
+        """Not to be changed: it may be the memory itself."""
+        found, number = list[Bytes](), bisect_right(self._ends, start)
+        while start < end:
+            upto, begin = min(end, self._ends[number]), self._ends[number] - len(self._pieces[number])
+            found.append(self._pieces[number][start - begin : upto - begin])
+            start, number = upto, number + 1
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _head(stream: IO[bytes], name: str) -> bytes:
     """Everything before the tensors. Raises WeightsError for what is no safetensors file."""
-    with file.open("rb") as stream:
-        first = stream.read(8)
-        length = int.from_bytes(first, "little")
-        if len(first) != 8 or not 0 < length <= min(file.stat().st_size - 8, 100 << 20):
-            raise WeightsError(f"{file}: truncated or not a safetensors file; copy it again")
-        return first + stream.read(length)
+    first = stream.read(8)
+    length = int.from_bytes(first, "little")
+    if len(first) != 8 or not 0 < length <= min(os.fstat(stream.fileno()).st_size - 8, 100 << 20):
+        raise WeightsError(f"{name}: truncated or not a safetensors file; copy it again")
+    return first + stream.read(length)
 
 
 def _segments(head: bytes, size: int, name: str) -> Iterator[_Segment]:
@@ -321,15 +375,10 @@ def _segments(head: bytes, size: int, name: str) -> Iterator[_Segment]:
             at = min(end, at + _SEGMENT)
 
 
-def _read(file: IO[bytes], start: int, end: int) -> Bytes:
-    found = np.empty(end - start, dtype=np.uint8)
-    view, at = found.data, 0
-    while at < len(found):
-        count = os.preadv(file.fileno(), [view[at:]], start + at)
-        if count == 0:
-            raise WeightsError(f"{file.name}: became shorter while it was read; is something else writing it?")
-        at += count
-    return found
+def _write(target: IO[bytes], data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:  # a write may be short
+        left = left[target.write(left) :]
 
 
 def _pool() -> ThreadPoolExecutor:

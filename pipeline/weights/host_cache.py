@@ -36,7 +36,7 @@ import msgspec
 from xxhash import xxh3_128
 
 from sluice.pipeline.errors import MessageError, WeightsError
-from sluice.pipeline.files import fsync_directory, fsync_tree
+from sluice.pipeline.files import fsync_directory, fsync_tree, leave_to_disk
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.codec import read_json
 
@@ -237,6 +237,9 @@ class HostCache:
             with self._room():
                 self._make_room(key, need)
                 aside.mkdir()
+            for path in self._versions():
+                if path.name not in self._held:
+                    leave_to_disk(path)
             fill(aside)
             _write(lock, boot_id().encode())
             aside.rename(self._root / key)

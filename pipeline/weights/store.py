@@ -20,10 +20,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64, xxh3_128
@@ -49,6 +49,20 @@ class _File(msgspec.Struct, frozen=True, omit_defaults=True):
     key: str = ""  # of its object, within the folder
     stored: int = 0  # bytes of the object
     stored_digest: str = ""
+
+
+class _Ahead(NamedTuple):
+    """Deltas that were made before their version is published, in files of these names."""
+
+    directory: Path | None
+    made: Mapping[str, delta.Encoded]
+
+    def find(self, name: str, base: str, result: str) -> tuple[Path, delta.Encoded] | None:
+        """That of a file, if it is between files of these digests."""
+        found = self.made.get(name)
+        if self.directory is None or found is None or (found.base, found.result) != (base, result):
+            return None
+        return self.directory / name, found
 
 
 class _Contents(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +92,33 @@ class Store:
         self._root, self._store, self._cache = root, store, cache
         self._base, self._anchor_every = base, anchor_every
         self._known: dict[str, _Contents] = {}  # by folder; they never change
+        self._ahead = _Ahead(None, {})
+
+    @contextlib.contextmanager
+    def ahead(self, parent: int) -> Generator[versions.Watch | None]:
+        """As `Carrier.ahead`: deltas are made of the bytes in memory, beside the write."""
+        base = None
+        with contextlib.suppress(WeightsError):  # `publish` meets it as well, and says so
+            base = self._delta_base(parent)
+        if base is None:
+            yield None
+            return
+        aside, making = self._root / f".v-ahead.{secrets.token_hex(8)}.tmp", dict[str, Future[delta.Encoded]]()
+        aside.mkdir(parents=True)
+        pool = ThreadPoolExecutor(1, thread_name_prefix="delta")
+
+        def watch(name: str, pieces: Sequence[memoryview]) -> None:
+            making[name] = pool.submit(delta.encode, base[0] / name, pieces, aside / name)
+
+        try:
+            yield watch
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        pool.shutdown()
+        made = {name: future.result() for name, future in making.items() if future.exception() is None}
+        self._ahead = _Ahead(aside, made)
 
     def publish(self, source: Path, manifest: WeightVersion, fence: Callable[[], None]) -> WeightVersion:
         """As `Carrier.publish`; the files are in the trainer's directory and in the store.
@@ -103,6 +144,9 @@ class Store:
                 self._known[folder] = contents
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+            if self._ahead.directory is not None:
+                shutil.rmtree(self._ahead.directory, ignore_errors=True)
+            self._ahead = _Ahead(None, {})
         return msgspec.structs.replace(full, path=f"{self._store.url}/{_folder(full)}")
 
     def fetch(self, manifest: WeightVersion) -> Path:
@@ -168,23 +212,17 @@ class Store:
 
     def _changed(self, directory: Path, full: WeightVersion, files: dict[str, Shard], aside: Path) -> _Contents | None:
         """It as deltas, which are written to `aside`; None: it has to be whole."""
-        parent = full.version - 1 if full.parent is None else full.parent
-        if self._anchor_every <= 1 or full.base or parent < 0:
+        found = None if full.base else self._delta_base(full.version - 1 if full.parent is None else full.parent)
+        if found is None:
             return None
-        there = self._root / f"v{parent:06d}"
-        try:
-            manifest = versions.read_manifest(there)
-        except WeightsError:
-            return None  # this trainer's host never had it
-        base = self._find(_folder(manifest))
-        if base is None or base.depth + 1 >= self._anchor_every:
-            return None
-        if _shards(base, manifest) != manifest.shards or not _same_layout(there, directory, manifest, full):
+        there, manifest, base = found
+        if not _same_layout(there, directory, manifest, full):
             return None
         made = {name: _part(name, shard, base.files.get(name)) for name, shard in files.items()}
         for name in [name for name in full.shards if made[name].kind != "same"]:
-            out = aside / "delta"
-            encoded = delta.encode(there / name, directory / name, out)
+            ready = self._ahead.find(name, base.files[name].digest, files[name].digest)
+            out = aside / "delta" if ready is None else ready[0]
+            encoded = delta.encode(there / name, directory / name, out) if ready is None else ready[1]
             if encoded.base != base.files[name].digest:
                 get_logger().error("the parent's files are damaged; publishing whole ones", file=str(there / name))
                 return None
@@ -200,6 +238,20 @@ class Store:
         return _Contents(
             version=full.version, digest=full.digest, files=made, base=_folder(manifest), depth=base.depth + 1
         )
+
+    def _delta_base(self, parent: int) -> tuple[Path, WeightVersion, _Contents] | None:
+        """This version's directory here, manifest and contents in the store; None: what follows it is whole."""
+        if self._anchor_every <= 1 or parent < 0:
+            return None
+        there = self._root / f"v{parent:06d}"
+        try:
+            manifest = versions.read_manifest(there)
+        except WeightsError:
+            return None  # this trainer's host never had it
+        base = self._find(_folder(manifest))
+        if base is None or base.depth + 1 >= self._anchor_every or _shards(base, manifest) != manifest.shards:
+            return None
+        return there, manifest, base
 
     def _sweep(self) -> None:
         """Delete what no version of the trainer's directory is or needs."""

@@ -20,6 +20,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -50,6 +51,13 @@ _BLOCK = 4 << 20
 _READERS = 8  # files at a time
 _SHA256 = 64  # characters: a digest of an older release
 _MOST_HEADER = 100 << 20  # the format's own limit
+
+Watch = Callable[[str, Sequence[memoryview]], None]
+"""Told the name of a safetensors file that is about to be written, and all of its bytes, first those before the
+tensors. They must stay as they are until the block ends that gave it."""
+
+Ahead = AbstractContextManager[Watch | None]
+"""The time in which a version's files are written. None: nothing is made of them before they are published."""
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -337,6 +338,74 @@ def test_what_has_no_delta_is_whole(site: Site, change: str) -> None:
     manifest = publish(trainer, site, 1)
     assert not any(name.endswith(".delta") for name in site.objects())
     assert_same(site.carrier("worker").fetch(manifest), source)
+
+
+def told_ahead(trainer: Carrier, site: Site, number: int, source: Path) -> WeightVersion:
+    """Published as a trainer does that has the bytes of `source` in memory while it writes them."""
+    with trainer.ahead(number - 1) as watch:
+        for file in sorted(source.glob("*.safetensors")):
+            if watch is None:
+                break
+            raw = memoryview(file.read_bytes())
+            head = 8 + int.from_bytes(raw[:8], "little")
+            watch(file.name, [raw[:head], raw[head:]])
+    return publish(trainer, site, number)
+
+
+@on(*KINDS)
+def test_a_version_that_is_told_ahead_is_the_same_one(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, worker = site.carrier("trainer"), site.carrier("worker")
+    worker.fetch(told_ahead(trainer, site, 0, trained(site.home, 0)))
+    source = trained(site.home, 1)
+    real = delta.encode
+
+    def only_ahead(base: Path, new: Any, out: Path) -> delta.Encoded:
+        assert not isinstance(new, Path), "made twice"
+        return real(base, new, out)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(delta, "encode", only_ahead)
+        manifest = told_ahead(trainer, site, 1, source)
+    assert_same(worker.fetch(manifest), source)
+    assert not list(site.root.glob(".v*"))
+
+
+@on(*DELTAS)
+@pytest.mark.parametrize("fault", ["other bytes", "another layout", "the parent is damaged"])
+def test_what_was_told_ahead_is_used_only_if_it_fits(site: Site, fault: str) -> None:
+    trainer, worker = site.carrier("trainer"), site.carrier("worker")
+    worker.fetch(publish(trainer, site, 0))
+    told = trained(site.home, 2 if fault == "other bytes" else 1)
+    if fault == "another layout":
+        for file in told.glob("*.safetensors"):
+            save_file({"other": np.zeros(3, dtype=np.uint16)}, file)
+        told = told.rename(site.home / "told")
+    elif fault == "the parent is damaged":
+        local = sorted((site.root / "v000000").glob("*.safetensors"))[1]
+        raw = local.read_bytes()
+        local.unlink()
+        local.write_bytes(raw[:-1] + b"\xee")
+    manifest = told_ahead(trainer, site, 1, told)
+    assert_same(worker.fetch(manifest), site.home / "model-1")
+    assert not list(site.root.glob(".v*"))
+
+
+@on("delta-file")
+def test_files_that_are_not_written_leave_nothing_of_what_was_told(site: Site) -> None:
+    trainer = site.carrier("trainer")
+    publish(trainer, site, 0)
+
+    def cut_short() -> None:
+        with trainer.ahead(0) as watch:
+            assert watch is not None
+            for file in trained(site.home, 1).glob("*.safetensors"):
+                watch(file.name, [memoryview(file.read_bytes())])
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        cut_short()
+    assert not list(site.root.glob(".v*"))
+    assert_same(site.carrier("worker").fetch(publish(trainer, site, 1)), site.home / "model-1")
 
 
 _STORE = "sluice.pipeline.weights.object_store.ObjectStore"

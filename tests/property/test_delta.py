@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,14 @@ def saved(path: Path, tensors: dict[str, Any]) -> Path:
     return path
 
 
+def _pieces(file: Path, random: Any) -> list[memoryview]:
+    """All of its bytes: those before the tensors, and the others cut anywhere, as tensors cut them."""
+    raw = memoryview(file.read_bytes())
+    head = 8 + int.from_bytes(raw[:8], "little")
+    cuts = sorted(random.randrange(head, len(raw) + 1) for _ in range(random.randrange(5)))
+    return [raw[begin:end] for begin, end in pairwise([0, head, *cuts, len(raw)])]
+
+
 @settings(deadline=None)
 @given(TENSORS, st.lists(st.floats(0, 1), min_size=1, max_size=4), st.integers(1, 64), st.randoms())
 def test_a_chain_of_deltas_gives_the_newest_file_bit_for_bit(
@@ -65,6 +74,8 @@ def test_a_chain_of_deltas_gives_the_newest_file_bit_for_bit(
             assert made.digest == delta.digest_of_file(deltas[-1])
             assert made.base == delta.digest_of_file(files[-2])
             assert made.result == delta.digest_of_file(files[-1])
+            assert delta.encode(files[-2], _pieces(files[-1], random), root / "of-memory") == made
+            assert (root / "of-memory").read_bytes() == deltas[-1].read_bytes()
         for first in range(len(files)):
             found = delta.apply(files[first], deltas[first:], root / "out")
             assert (root / "out").read_bytes() == files[-1].read_bytes()

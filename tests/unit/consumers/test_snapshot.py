@@ -152,7 +152,7 @@ def test_large_layers_are_scored_in_blocks(source: Path, monkeypatch: pytest.Mon
 def test_a_full_disk_is_the_error(source: Path) -> None:
     model = load_policy(source, ModelConfig(device="cpu"))
     with pytest.raises(OSError, match="No space left on device"):
-        _write_file(Path("/dev/full"), model.state_dict())
+        _write_file(Path("/dev/full"), model.state_dict(), None)
 
 
 def test_a_write_that_fails_midway_leaves_no_version(tmp_path: Path, source: Path) -> None:
