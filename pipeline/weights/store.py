@@ -123,7 +123,7 @@ class Store:
     def publish(self, source: Path, manifest: WeightVersion, fence: Callable[[], None]) -> WeightVersion:
         """As `Carrier.publish`; the files are in the trainer's directory and in the store.
 
-        What has changed is found out while the files are synced.
+        What has changed and wasn't made `ahead` is found out while the files are synced.
         """
         wanted = versions.described(source, self._root, manifest)
         is_complete = self._is_complete(wanted)
