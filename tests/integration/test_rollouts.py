@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from statistics import median
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ async def test_what_a_turn_reads_does_not_grow_with_the_turns(
     for place in range(200):
         read.append(await _read_by(client, rollouts.load("r")))
         assert await writer.add("r", turn(f"k{place:03}", place - 1)) == ("ok", place)
-    late, early = min(read[190:]), min(read[10:20])  # one of them may hold what the broker told somebody else
+    late, early = median(read[190:]), median(read[9:20])  # some hold what the broker told somebody else meanwhile
     assert late <= early + 64
     assert late <= 3 * len(encode(turn("k000"))) + 64
     found = await rollouts.load("r")
