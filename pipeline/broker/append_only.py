@@ -43,6 +43,8 @@ async def renew(client: Redis) -> None:
             await cast(Any, client).bgrewriteaof()
             get_logger().warning("the broker can write its append-only file again; it is written anew")
     except ResponseError as error:
+        if "in progress" in str(error):  # another process was quicker
+            return
         get_logger().warning(
             "the broker can write its append-only file again, and might not load it at its next start; "
             "run BGREWRITEAOF there",
@@ -58,12 +60,12 @@ def close_gaps(directory: Path) -> int:
         if not file.stat().st_size:
             continue
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            gaps = _gaps(data)
+            if not (gaps := _gaps(data)):
+                continue
             ends = [0, *(end for _, end in gaps)]
             parts = [data[end:begin] for end, (begin, _) in zip(ends, [*gaps, (len(data), 0)], strict=True)]
-        if gaps:
-            write_atomic(file, b"".join(parts), mode=0o600)
-            taken += sum(end - begin for begin, end in gaps)
+        write_atomic(file, b"".join(parts), mode=0o600)
+        taken += sum(end - begin for begin, end in gaps)
     return taken
 
 

@@ -58,6 +58,11 @@ class Cramped(KillableBroker):
             client.set("cut", "y" * 1000)
             wait(lambda: refuses(client), "a refusal")
 
+    def refusals(self) -> int:
+        """Writes that it has refused so far."""
+        with self.client() as client:
+            return int(cast("dict[str, Any]", client.info("errorstats"))["errorstat_MISCONF"]["count"])
+
 
 def wait(holds: Callable[[], bool], cause: str) -> None:
     until = time.monotonic() + _WAIT_S
@@ -98,9 +103,14 @@ async def test_a_process_that_gets_through_again_has_the_file_written_anew(broke
     async with connect(config, "r") as client:
         reporter = StatusReporter(client, Keys("r"), "worker", "w")
         broker.fill()
+        before = broker.refusals()
         beats = asyncio.create_task(reporter.run())
         try:
-            await asyncio.sleep(0.2)
+
+            async def is_refused() -> bool:
+                return broker.refusals() > before
+
+            await eventually(is_refused, "a heartbeat to be refused", _WAIT_S)
             broker.limit(None)
 
             async def is_new() -> bool:
