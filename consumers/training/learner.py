@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -32,11 +32,18 @@ from sluice.consumers.training.shards import ShardsBeside, gathered, is_sharded,
 from sluice.consumers.training.snapshot import Memory, Shadow, Snapshot, rounded
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.weights.versions import Ahead
 from sluice.pipeline.wire.messages import Shard, TrainingSample
 from sluice.pipeline.wire.tokens import from_wire, to_wire
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _Scores = dict[str, tuple[str, bytes]]  # by seq_id: dtype, values
+
+
+class Fill(Protocol):
+    """Fills a model directory, in any thread: see `Snapshot.write`."""
+
+    def __call__(self, target: Path, ahead: Ahead | None = None) -> tuple[dict[str, Shard], float]: ...
 
 
 class Run(msgspec.Struct, tag=True):
@@ -154,7 +161,7 @@ class Learner:
             tensors = gathered(own_tensors(self._step.model), keep=True)
         write_model(self._step.model, self._source, directory, tensors)
 
-    def snapshot(self, dtype: str, token_ids: Sequence[int]) -> Callable[..., tuple[dict[str, Shard], float]]:
+    def snapshot(self, dtype: str, token_ids: Sequence[int]) -> Fill:
         """These weights as files of this dtype, whatever the next step makes of them.
 
         Returns what fills a model directory, in any thread, as `Snapshot.write` does: (size and digest of its weights'

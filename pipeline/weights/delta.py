@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -170,16 +170,16 @@ def digest_of_file(path: Path) -> str:
 _HEADER_BYTES = len(msgspec.json.encode(_Header("0" * 32, "0" * 32, 10**18, 10**12)))
 
 
-class _Delta:
-    """One open delta, read from its first frame to its last."""
+class _Opened:
+    """A file, open inside a `with` unless `_begin` refuses it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def __enter__(self) -> _Delta:
+    def __enter__(self) -> Self:
         self._file = self._path.open("rb")
         try:
-            self.header = self._read_header()
+            self._begin()
         except BaseException:
             self._file.close()
             raise
@@ -187,6 +187,16 @@ class _Delta:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+
+class _Delta(_Opened):
+    """Read from its first frame to its last."""
+
+    def _begin(self) -> None:
+        self.header = self._read_header()
 
     def frame(self, segment: _Segment) -> bytes:
         """The next one, compressed."""
@@ -285,25 +295,15 @@ def _ungrouped(grouped: Bytes, item: int) -> Bytes:
     return made
 
 
-class _File:
-    """A safetensors file, open inside a `with`."""
+class _File(_Opened):
+    """A safetensors file. Raises WeightsError for another one."""
 
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self._path = path
+    @property
+    def name(self) -> str:
+        return str(self._path)
 
-    def __enter__(self) -> _File:
-        """Raises WeightsError for what is no safetensors file."""
-        self._file = self._path.open("rb")
-        try:
-            self.head, self.size = _head(self._file, self.name), os.fstat(self._file.fileno()).st_size
-        except BaseException:
-            self._file.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def _begin(self) -> None:
+        self.head, self.size = _head(self._file, self.name), os.fstat(self._file.fileno()).st_size
 
     def read(self, start: int, end: int) -> Bytes:
         """The caller's own bytes; any thread may ask."""

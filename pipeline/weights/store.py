@@ -98,6 +98,7 @@ class Store:
     def ahead(self, parent: int) -> Generator[versions.Watch | None]:
         """As `Carrier.ahead`: deltas are made of the bytes in memory, beside the write."""
         base = None
+        self._forget_ahead()  # of a version that was never published
         with contextlib.suppress(WeightsError):  # `publish` meets it as well, and says so
             base = self._delta_base(parent)
         if base is None:
@@ -144,9 +145,7 @@ class Store:
                 self._known[folder] = contents
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-            if self._ahead.directory is not None:
-                shutil.rmtree(self._ahead.directory, ignore_errors=True)
-            self._ahead = _Ahead(None, {})
+            self._forget_ahead()
         return msgspec.structs.replace(full, path=f"{self._store.url}/{_folder(full)}")
 
     def fetch(self, manifest: WeightVersion) -> Path:
@@ -238,6 +237,11 @@ class Store:
         return _Contents(
             version=full.version, digest=full.digest, files=made, base=_folder(manifest), depth=base.depth + 1
         )
+
+    def _forget_ahead(self) -> None:
+        if self._ahead.directory is not None:
+            shutil.rmtree(self._ahead.directory, ignore_errors=True)
+        self._ahead = _Ahead(None, {})
 
     def _delta_base(self, parent: int) -> tuple[Path, WeightVersion, _Contents] | None:
         """This version's directory here, manifest and contents in the store; None: what follows it is whole."""
