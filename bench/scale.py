@@ -70,9 +70,10 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     jobs each from that queue. `us_per_sequence`: mean time of the last hundredth of the sequences at each mark, in one
     run. `cpu_us_per_sequence`: CPU time of each role between the last two marks; `cpu_us_at_marks`: over the same
     sequences as `us_per_sequence`. `rss_growth_share`: of each role, from the second mark to the last.
-    `traffic`: commands, and bytes to and from the broker, of each role per sequence between the last two marks.
-    `redis_bytes_end`: once the run is over. `idle_broker_share_100_workers`: of one core, by `idle_workers` workers
-    without a job; `idle_commands_s`: commands per second of one of them.
+    `traffic`: commands, and bytes to and from the broker, of each role per sequence between the last two marks;
+    empty on a broker that doesn't count them by connection (Valkey does from 8.1 on). `redis_bytes_end`: once the run
+    is over. `idle_broker_share_100_workers`: of one core, by `idle_workers` workers without a job; `idle_commands_s`:
+    commands per second of one of them.
     """
     async with own_broker(home / "idle") as broker:
         found: dict[str, Any] = await _idle(plan, broker, home)

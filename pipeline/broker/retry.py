@@ -61,6 +61,8 @@ TRANSIENT: list[type[Exception]] = [
 # A cluster node's answers while the slot is elsewhere or moving; redis-py 8 has classes for them, 5 only text.
 _ELSEWHERE = (AskError, TryAgainError, ClusterDownError)  # MovedError is an AskError
 _ELSEWHERE_WORDS = ("MOVED ", "ASK ", "TRYAGAIN ", "CLUSTERDOWN ")
+# A replica's answers. Redis 6.2 gives them to a script in a text of its own, and redis-py has no class for that.
+_AS_REPLICA = (": -READONLY ", ": -MASTERDOWN ")
 # These have no classes, or not in every version; a pipeline adds its own text before them.
 _FOR_NOW = ("NOREPLICAS ", "MISCONF ", "BUSY ", "OOM ")
 _BACKOFF_CAP_S = 1.0
@@ -163,6 +165,16 @@ class _Heedful(AbstractConnection):
         if task.cancelling() > asked:
             await self.disconnect(nowait=True)
             raise asyncio.CancelledError
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        """Like redis-py's; leaves a server that has become a replica also if it says so to a script."""
+        try:
+            return await cast(Any, super()).read_response(*args, **options)
+        except ResponseError as error:
+            if not any(words in str(error) for words in _AS_REPLICA):
+                raise
+            await self.disconnect(nowait=True)
+            raise redis.ConnectionError(f"the server is a replica: {error}") from error
 
     if sys.version_info < (3, 11, 3):
 

@@ -7,7 +7,9 @@ import random
 import signal
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.e2e.processes import DEADLINE_S, Process
 from tests.e2e.stack import Stack
@@ -28,21 +30,45 @@ def seeded() -> random.Random:
 
 
 def stop_while_it_holds_jobs(stack: Stack, worker: Process) -> set[str]:
-    """SIGSTOP a worker at a moment when it holds leases; returns the jobs it holds."""
+    """SIGSTOP a worker at a moment when it holds leases; returns the jobs it holds.
+
+    It may not know yet that it holds them: the broker's answer to its claim can be on the way.
+    """
+    return _stop_while(stack, worker, stack.leased)
+
+
+def stop_while_it_decodes(stack: Stack, worker: Process) -> set[str]:
+    """SIGSTOP a worker amid jobs in their first attempt, of which it has stored progress; returns these jobs.
+
+    It needs `worker.checkpoint_tokens` of a few tokens.
+    """
+    return _stop_while(stack, worker, lambda: _begun(stack))
+
+
+def _stop_while(stack: Stack, worker: Process, holders: Callable[[], dict[str, str]]) -> set[str]:
     until = time.monotonic() + DEADLINE_S
     while True:
         assert time.monotonic() < until, f"{worker.name} was never seen with jobs\n{stack.report(stack.snapshot())}"
-        if worker.name in stack.leased().values():
+        if worker.name in holders().values():
             worker.signal(signal.SIGSTOP)
             while not is_stopped(worker.popen.pid):
                 assert time.monotonic() < until, f"{worker.name} did not stop"
                 time.sleep(0.001)
             stack.leased()  # what it had sent before is done: the broker reads every connection before its next answer
-            held = {job_id for job_id, name in stack.leased().items() if name == worker.name}
+            held = {job_id for job_id, name in holders().items() if name == worker.name}
             if held:
                 return held
             worker.signal(signal.SIGCONT)
         time.sleep(0.01)
+
+
+def _begun(stack: Stack) -> dict[str, str]:
+    """The leased jobs in their first attempt that have stored progress, and their workers."""
+    leased = stack.leased()
+    with stack.client() as client:
+        raw: Any = client
+        states = {job_id: raw.hmget(stack.keys.job_state + job_id, "attempt", "p") for job_id in leased}
+    return {job_id: leased[job_id] for job_id, (attempt, progress) in states.items() if attempt == b"1" and progress}
 
 
 def is_stopped(pid: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.blows import PATIENT, resume, stop_while_it_holds_jobs
+from tests.chaos.blows import PATIENT, resume, stop_while_it_decodes, stop_while_it_holds_jobs
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.stack import STOPPED
 
@@ -13,14 +13,16 @@ pytestmark = pytest.mark.chaos
 
 def test_a_killed_and_a_paused_worker_lose_nothing_and_commit_nothing_late(make_stack: MakeStack) -> None:
     stack = make_stack(
-        detection_rows(32), sampling={"max_new_tokens": 150}, worker={**PATIENT, "max_batch": 4, "lease_s": 2}
+        detection_rows(32),
+        sampling={"max_new_tokens": 150},
+        worker={**PATIENT, "max_batch": 4, "lease_s": 2, "checkpoint_tokens": 8},
     )
     killed, paused = stack.start("worker"), stack.start("worker")
     for role in ("produce", "consume", "train"):
         stack.start(role)
     orphans = stop_while_it_holds_jobs(stack, killed)
     killed.kill()
-    frozen = stop_while_it_holds_jobs(stack, paused)
+    frozen = stop_while_it_decodes(stack, paused)
     survivor = stack.start("worker")
     now = stack.wait(lambda now: not {killed.name, paused.name} & set(stack.leased().values()), "the leases to end")
     assert now.redelivered_jobs >= len(orphans | frozen)

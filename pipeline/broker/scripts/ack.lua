@@ -13,14 +13,14 @@ while i <= #ARGV do
   if redis.call('XACK', KEYS[1], ARGV[2], ARGV[i]) == 1 then
     redis.call('XDEL', KEYS[1], ARGV[i])
     trained = trained + tonumber(ARGV[i + 1]) - drops
-    if entry then bytes = bytes + #entry[2][2] end
+    if entry then bytes = bytes - #entry[2][2] end
     for k = i + 3, i + 1 + 2 * drops, 2 do drop(KEYS[2], KEYS[4], ARGV[k], ARGV[k + 1]) end
     lost = lost + drops
   end
   i = i + 3 + 2 * drops
 end
 redis.call('HINCRBY', KEYS[2], 'trained', trained)
-redis.call('HINCRBY', KEYS[2], 'bytes', -bytes)
+redis.call('HINCRBY', KEYS[2], 'bytes', bytes)
 redis.call('HSET', KEYS[2], 'stepped', ARGV[3], 'stepped_bytes', ARGV[4])
-if lost > 0 then redis.call('HINCRBY', KEYS[2], 'accepted', -lost) end
+if lost > 0 then redis.call('HINCRBY', KEYS[2], 'accepted', 0 - lost) end
 return trained

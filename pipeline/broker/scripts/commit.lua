@@ -49,7 +49,7 @@ for i = FIRST + 1, #ARGV, 6 do
         local freed = redis.call('STRLEN', key)
         redis.call('DEL', key)
         if not is_evaluated then
-          redis.call('HINCRBY', state, 'bytes', -freed)
+          redis.call('HINCRBY', state, 'bytes', 0 - freed)
           bytes = bytes - freed
         end
       end

@@ -17,7 +17,7 @@ for i = 10, 9 + results do
   redis.call('XDEL', KEYS[1], ARGV[i])
 end
 redis.call('HSET', KEYS[3], 'last:' .. KEYS[1], ARGV[4])
-local bytes = -tonumber(ARGV[7])
+local bytes = 0 - tonumber(ARGV[7])
 if samples > 0 then
   redis.call('XADD', KEYS[2], '*', 'b', ARGV[5])
   redis.call('HINCRBY', KEYS[3], 'accepted', samples)

@@ -11,6 +11,8 @@ from sluice.pipeline.http.errors import documented
 from sluice.producers.http.schemas import CompletionsResponse
 
 _JSON = "application/json"
+# Without a schema: before OpenAPI 3.2, readers disagree whether it is the whole stream's or each event's.
+_STREAM = "text/event-stream"
 _ASKED = {"role": "user", "content": "What is 15 times 23?"}
 _CALL = {
     "id": "call_9f2c_0",
@@ -99,7 +101,7 @@ CHAT: dict[int | str, dict[str, Any]] = {
         ),
         "content": {
             _JSON: {"example": {**_COMPLETION, "rollout": _ROLLOUT}},
-            "text/event-stream": {"schema": {"type": "string"}, "example": _EVENTS},
+            _STREAM: {"example": _EVENTS},
         },
     }
 }
@@ -156,8 +158,7 @@ _OBJECT = {"type": "object"}
 
 
 def _answer_of(description: str, whole: dict[str, Any], events: str) -> dict[int | str, dict[str, Any]]:
-    streamed = {"schema": {"type": "string"}, "example": events}
-    content = {_JSON: {"schema": _OBJECT, "example": whole}, "text/event-stream": streamed}
+    content = {_JSON: {"schema": _OBJECT, "example": whole}, _STREAM: {"example": events}}
     return {200: {"description": description, "content": content}}
 
 

@@ -1,7 +1,7 @@
 """Requests that schemathesis makes of the OpenAPI documents, right and wrong ones, for both servers.
 
 - No answer is a 5xx; every one has a declared status, content type and schema.
-- The same requests every time.
+- The same requests every time that the same modules are loaded: hypothesis also tries the constants in their source.
 """
 
 from __future__ import annotations
@@ -33,6 +33,13 @@ from tests.integration.rollout.conftest import Serve
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 EXAMPLES = 8  # of each operation and mode
 UNTIMED: Any = list(HealthCheck)
+STREAMED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER], "max_tokens": 4},
+    "/v1/completions": {"prompt": "seven", "max_tokens": 4},
+    "/v1/messages": {"model": "default", "messages": [USER], "max_tokens": 4},
+    "/v1/responses": {"input": "seven", "max_output_tokens": 4},
+    "/inference/v1/generate": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}},
+}
 Seen = Counter[tuple[str, int]]  # of operation and status
 
 
@@ -66,6 +73,17 @@ def _ask(operation: Any, mode: GenerationMode, session: requests.Session, seen: 
     ask()
 
 
+def stream(url: str) -> None:
+    """Every kind of answer that can be sent as events. Raises for one that breaks the document."""
+    schema = from_url(url + "/openapi.json")
+    for path, body in STREAMED.items():
+        case: Case = schema[path]["POST"].Case(body={**body, "stream": True}, media_type="application/json")
+        answer = case.call(timeout=60)
+        assert answer.status_code == 200, (path, answer.text)
+        assert answer.headers["content-type"][0].startswith("text/event-stream"), path
+        case.validate_response(answer, checks=CHECKS)
+
+
 def _aim(body: Any, server_url: str) -> None:
     """What the document cannot say: names that are served, and how much a tiny model decodes in a test's time."""
     if not isinstance(body, dict):
@@ -83,6 +101,7 @@ async def test_the_gateway(config: Config, backend: HfBackend) -> None:
     config = msgspec.structs.replace(config, gateway=GatewayConfig(request_timeout_s=60))
     async with serving(config, backend) as gateway:
         seen = await asyncio.to_thread(attack, gateway.url)
+        await asyncio.to_thread(stream, gateway.url)
     assert seen["POST /v1/chat/completions", 200] > 0
     assert seen["POST /v1/chat/completions", 422] > 0
     for path in ("/v1/completions", "/inference/v1/generate", "/tokenize", "/detokenize"):
