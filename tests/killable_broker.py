@@ -11,22 +11,27 @@ from pathlib import Path
 
 from sluice.pipeline.broker.embedded import find_server
 
+_DICE = random.SystemRandom()  # two test processes with one seed would choose the same ports
+
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on, all different."""
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
+    """Ports of loopback that nobody listens on, all different.
+
+    Like those of `neighbouring_ports`, none is one that the kernel gives away: between this and the moment when a
+    process has imported all that it needs and listens, many others ask for any port.
+    """
+    ports: list[int] = []
+    while len(ports) < count:
+        [port] = neighbouring_ports(1)
+        if port not in ports:
+            ports.append(port)
     return ports
 
 
 def neighbouring_ports(count: int) -> list[int]:
-    """Free ports of loopback, one after the other; none that the kernel gives to outgoing connections."""
+    """Free ports of loopback, one after the other; none that the kernel gives to whoever asks for any."""
     while True:
-        first = random.randrange(16_384, 32_768 - count)
+        first = _DICE.randrange(16_384, 32_768 - count)
         probes = [socket.socket() for _ in range(count)]
         try:
             for place, probe in enumerate(probes):
@@ -85,5 +90,5 @@ class KillableBroker:
     def kill(self) -> None:
         if self._process:
             self._process.send_signal(signal.SIGKILL)
-            self._process.wait(10)
+            self._process.wait(60)
             self._process = None

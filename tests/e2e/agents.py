@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import socket
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from tests.e2e.fixtures import MakeStack
 from tests.e2e.processes import BIN, Process
 from tests.e2e.stack import Row, Stack
 from tests.e2e.test_deployments import SERVICES, localised
+from tests.killable_broker import free_ports
 from tests.tool_models import CONVERSATIONS, tool_model
 
 KEYS = {"SLUICE_GATEWAY_API_KEY": "gateway-secret", "SLUICE_ROLLOUT_API_KEY": "rollout-secret"}
@@ -73,15 +72,6 @@ def start_agents(stack: Stack, name: str) -> Process:
         assert any(listed in word for word in command), f"the rollout server's command does not list {listed}"
         command = [*(word.replace(listed, here) for word in command), "--set", "gateway.port=0"]
     return stack.spawn(command, name=name, **env)
-
-
-def free_ports(count: int) -> Iterator[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return iter(ports)
 
 
 def assert_each_trained_once(stack: Stack) -> None:

@@ -34,11 +34,11 @@ from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.wire.keys import Keys
 from tests.command import call
-from tests.e2e.agents import free_ports
 from tests.e2e.docs_pages import ROOT, Command, split
 from tests.e2e.docs_rules import SHELL, STAYS, SUBSTITUTES, How, rule_for
 from tests.e2e.docs_workspace import Workspace
 from tests.e2e.processes import BIN, Process, end_all, launch
+from tests.killable_broker import free_ports
 
 _DEADLINE_S = 300.0  # far more than a busy machine needs
 _STOPPED = (0, 128 + signal.SIGTERM)
@@ -87,7 +87,7 @@ class Runner:
                 self._serve(text, words)
         elif words[0] == "sluice" and words[1] in ("run", "up") and "--dry-run" not in words:
             process = self._launch(text)
-            assert process.wait(120) == 0, process.tail()
+            assert process.wait(_DEADLINE_S) == 0, process.tail()
         elif words[0] == "sluice" and words[1] == "top" and "--once" not in words:
             self._terminal(text)
         elif _PLAIN.match(text):
@@ -144,7 +144,7 @@ class Runner:
         if "producer" in roles:
             for process, role in serving:
                 if role in ("producer", "consumer", "trainer"):
-                    assert process.wait(120) == 0, process.tail()
+                    assert process.wait(_DEADLINE_S) == 0, process.tail()
         for process, role in serving:
             if process.popen.poll() is None:
                 assert process.terminate() in _STOPPED, (role, process.tail())

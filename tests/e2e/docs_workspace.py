@@ -21,10 +21,10 @@ from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.queue import NO_LIMIT, JobQueue
 from sluice.pipeline.wire.keys import Keys, tagged
 from sluice.pipeline.wire.messages import DecodeJob
-from tests.e2e.agents import free_ports
 from tests.e2e.docs_pages import DOCS, ROOT
 from tests.e2e.fixtures import detection_rows, text_rows
 from tests.e2e.processes import BIN, environment
+from tests.killable_broker import free_ports
 from tests.tiny_models import save_tiny_model
 
 CONTEXT = 1024

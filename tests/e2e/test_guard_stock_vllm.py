@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,10 +16,11 @@ from typing import Any
 
 import pytest
 
+from tests.killable_broker import free_ports
 from tests.loop_models import LoopModel, save_loop_model
 from tests.merged_tokenizers import qwen_like
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 GUARD = {
     "enabled": True,
     "min_new_tokens": 12,
@@ -31,8 +31,8 @@ GUARD = {
 TOKENIZER: Any = qwen_like()
 ENTRY: tuple[int, ...] = tuple(TOKENIZER.encode(', "object_1": 2', add_special_tokens=False))
 SWITCH = "COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION"
-START_S = 270.0
-ANSWER_S = 30.0
+START_S = 600.0
+ANSWER_S = 120.0
 
 
 def start(model: Path, log: Path, port: int, **environment: str) -> subprocess.Popen[bytes]:
@@ -61,12 +61,6 @@ def end(server: subprocess.Popen[bytes]) -> None:
         server.wait(20)
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory: pytest.TempPathFactory) -> LoopModel:
     return save_loop_model(tmp_path_factory.mktemp("loops"), chains=(((), ENTRY),), tokenizer=TOKENIZER)
@@ -74,7 +68,7 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> LoopModel:
 
 @pytest.fixture(scope="module")
 def address(loops: LoopModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder, port = tmp_path_factory.mktemp("stock"), free_port()
+    folder, port = tmp_path_factory.mktemp("stock"), free_ports(1)[0]
     (folder / "guard.json").write_text(json.dumps(GUARD))
     environment = {SWITCH: "on", "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH": str(folder / "guard.json")}
     server = start(loops.directory, folder / "log", port, **environment)
