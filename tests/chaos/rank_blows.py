@@ -16,7 +16,7 @@ def start_and_kill(stack: Stack, phase: str, victim: int, ranks: int) -> Process
     command = [*torchrun, "-m", "tests.dying_rank", phase, str(victim), str(directory)]
     started = stack.spawn([*command, "train", "-c", str(stack.config_file)], name="dying")
     started.expendable = True
-    assert started.wait(240) != 0, started.tail()
+    assert started.wait(400) != 0, started.tail()
     assert f"local_rank: {victim}" in started.text(), started.tail()
     assert "Signal 9 (SIGKILL)" in started.text(), started.tail()
     return started
@@ -25,7 +25,7 @@ def start_and_kill(stack: Stack, phase: str, victim: int, ranks: int) -> Process
 def assert_each_once(stack: Stack, steps: int) -> None:
     """After a last start, on one rank."""
     last = stack.start("train")
-    assert last.wait(240) == 0, last.tail()
+    assert last.wait(400) == 0, last.tail()
     counted = Counter(stack.trained())
     assert len(counted) == 2 * steps
     assert set(counted.values()) == {1}

@@ -131,9 +131,9 @@ async def test_a_job_that_kills_workers_ends_alone_and_the_other_run_ends_whole(
         async def died() -> bool:
             return (await snapshot(client, runs["sick"])).redelivered_jobs > 0
 
-        await eventually(died, "the first death", 60.0)
+        await eventually(died, "the first death", 240.0)
         await enqueue("well", "c", "d", "e", n=2)
-        await eventually(over, f"both runs to end; see {tmp_path / 'log'}", 120.0)
+        await eventually(over, f"both runs to end; see {tmp_path / 'log'}", 240.0)
     letters = [decode(DeadLetter, fields[b"d"]) for _, fields in await client.xrange(runs["sick"].dead)]
     assert [(letter.reason, letter.seq_id.rsplit(":", 2)[1]) for letter in letters] == [("worker_deaths", "deadly")]
     assert (await snapshot(client, runs["well"])).dead == 0

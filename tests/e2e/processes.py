@@ -12,7 +12,7 @@ from pathlib import Path
 
 MARK = "SLUICE_TEST_MARK"
 BIN = Path(sys.executable).parent
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 # What a shell starts in the background ignores SIGINT, and so would every child; one that is handled here is not
 # inherited. Tests interrupt their processes.
@@ -37,9 +37,9 @@ class Process:
         """SIGKILL, also of a stopped process; returns when it is gone."""
         self.expendable = True
         self.popen.kill()
-        self.popen.wait(10)
+        self.popen.wait(60)
 
-    def terminate(self, deadline_s: float = 60.0) -> int:
+    def terminate(self, deadline_s: float = DEADLINE_S) -> int:
         """SIGTERM; returns the exit code."""
         self.popen.terminate()
         return self.wait(deadline_s)
@@ -94,7 +94,7 @@ def marked(mark: str) -> dict[int, str]:
     return found
 
 
-def wait_gone(mark: str, deadline_s: float = 30.0) -> None:
+def wait_gone(mark: str, deadline_s: float = 60.0) -> None:
     """Fails when processes with the mark are still there at the deadline."""
     until = time.monotonic() + deadline_s
     while left := marked(mark):
@@ -107,7 +107,7 @@ def end_all(processes: list[Process], mark: str) -> None:
     for process in processes:
         if process.popen.poll() is None:
             process.kill()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while (left := marked(mark)) and time.monotonic() < until:
         for pid in left:
             try:

@@ -136,7 +136,7 @@ class Stack:
                 process.terminate()
         for process in self.processes:
             asked = process.name.startswith(("worker", "arq"))
-            assert process.wait(60) in ((0, STOPPED) if asked else (0,)) or process.expendable, process.tail()
+            assert process.wait() in ((0, STOPPED) if asked else (0,)) or process.expendable, process.tail()
         return now
 
     def leased(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 
 from sluice.pipeline.files import write_atomic
@@ -23,6 +24,7 @@ def test_a_malformed_line_stops_the_run_and_is_named(make_stack: MakeStack) -> N
     alone, whole = stack.start("broker"), None
     while "broker ready" not in alone.text():
         assert alone.popen.poll() is None, alone.tail()
+        time.sleep(0.02)
     producer = stack.start("produce")
     assert producer.wait() == 3, producer.tail()
     assert f"error: 1 of 8 rows malformed, the first at {stack.data}:5: malformed row" in producer.text()

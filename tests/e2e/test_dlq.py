@@ -35,19 +35,19 @@ def dlq(stack: Stack, *arguments: str, code: int = 0) -> str:
     verb, *rest = arguments
     command = stack.sluice("dlq", verb, "-c", str(stack.config_file), *rest)
     command.expendable = code != 0
-    assert command.wait(60) == code, command.tail()
+    assert command.wait() == code, command.tail()
     return command.text()
 
 
 def status(stack: Stack) -> dict[str, Any]:
     looked = stack.start("status", "--json")
-    assert looked.wait(60) == 0, looked.tail()
+    assert looked.wait() == 0, looked.tail()
     return json.loads(looked.text())
 
 
 def test_replayed_letters_are_trained_beside_the_run_and_after_its_end(make_stack: MakeStack) -> None:
     stack = make_stack(detection_rows(24))
-    assert stack.start("produce").wait(60) == 0
+    assert stack.start("produce").wait() == 0
     first, second, third = kill_jobs(stack, 3)
     listed = json.loads(dlq(stack, "list", "--json"))
     assert (listed["schema_version"], listed["total"], listed["by_reason"]) == (1, 3, {"invalid_request": 3})

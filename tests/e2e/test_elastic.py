@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from sluice.pipeline.broker import connection
 from sluice.pipeline.queue import Credit, JobQueue, job_id_for
 from sluice.pipeline.wire.messages import DecodeJob, SamplingParams
@@ -55,7 +53,6 @@ class Deployment:
                 self._ending.remove((process, until))
 
 
-@pytest.mark.timeout(300)
 def test_a_wave_of_load_loses_nothing(make_stack: MakeStack) -> None:
     worker = {"max_batch": 4, "lease_s": 2, "drain_s": 5, "max_attempts": 100}
     stack = make_stack(text_rows(1), "exact_answer", worker=worker)

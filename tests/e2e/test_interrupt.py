@@ -29,7 +29,7 @@ def interrupt(process: Process, stack: Stack) -> None:
     """SIGINT to the leader alone, as children have sessions of their own; nothing may stay."""
     process.expendable = True
     process.signal(signal.SIGINT)
-    assert process.wait(60) == 130, process.tail()
+    assert process.wait() == 130, process.tail()
     wait_gone(stack.mark)
     assert not stack.litter()
     assert not list(stack.directory.rglob("broker.json"))

@@ -47,7 +47,7 @@ class HostBroker:
         env = environment(self._mark)
         self._process = launch(command, name="broker", log=directory / "broker.log", env=env, cwd=directory)
 
-    def wait_ready(self, deadline_s: float = 15.0) -> None:
+    def wait_ready(self, deadline_s: float = DEADLINE_S) -> None:
         """Until it answers on its own host."""
         until = time.monotonic() + deadline_s
         while True:

@@ -36,12 +36,12 @@ class NetworkError(Exception):
     """`ip` refused something; the message is its own."""
 
 
-def ip(*arguments: str, deadline_s: float = 10.0) -> str:
+def ip(*arguments: str, deadline_s: float = 60.0) -> str:
     """Run `ip ARGUMENTS…` and return its output; raises NetworkError."""
     return _run("ip", *arguments, deadline_s=deadline_s)
 
 
-def _run(*command: str, deadline_s: float = 10.0) -> str:
+def _run(*command: str, deadline_s: float = 60.0) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
     if done.returncode:
         raise NetworkError(f"{' '.join(command)}: {done.stderr.strip()}")

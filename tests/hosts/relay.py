@@ -39,7 +39,7 @@ class Relay:
         self._is_up, self._error = threading.Event(), list[BaseException]()
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
         self._thread.start()
-        assert self._is_up.wait(10), "the relay did not start"
+        assert self._is_up.wait(60), "the relay did not start"
         assert not self._error, self._error
 
     def delay(self, peer: str, seconds: float) -> Callable[[], None]:
