@@ -14,6 +14,7 @@ from typing import Any
 from tests.e2e.processes import DEADLINE_S, Process
 from tests.e2e.stack import Stack
 
+NO_JOBS = "jobs (none is ready)"  # what an idle worker waits for
 PATIENT = {"max_attempts": 100}  # deaths that these tests cause are not the jobs' fault
 
 
@@ -50,10 +51,7 @@ def _stop_while(stack: Stack, worker: Process, holders: Callable[[], dict[str, s
     while True:
         assert time.monotonic() < until, f"{worker.name} was never seen with jobs\n{stack.report(stack.snapshot())}"
         if worker.name in holders().values():
-            worker.signal(signal.SIGSTOP)
-            while not is_stopped(worker.popen.pid):
-                assert time.monotonic() < until, f"{worker.name} did not stop"
-                time.sleep(0.001)
+            stop(worker)
             stack.leased()  # what it had sent before is done: the broker reads every connection before its next answer
             held = {job_id for job_id, name in holders().items() if name == worker.name}
             if held:
@@ -71,10 +69,22 @@ def _begun(stack: Stack) -> dict[str, str]:
     return {job_id: leased[job_id] for job_id, (attempt, progress) in states.items() if attempt == b"1" and progress}
 
 
+def stop(process: Process) -> None:
+    """SIGSTOP; returns once it does nothing any more."""
+    until = time.monotonic() + DEADLINE_S
+    process.signal(signal.SIGSTOP)
+    while not is_stopped(process.popen.pid):
+        assert time.monotonic() < until, f"{process.name} did not stop"
+        time.sleep(0.001)
+
+
 def is_stopped(pid: int) -> bool:
     """Whether every thread of a process has stopped."""
     tasks = Path(f"/proc/{pid}/task").glob("*/stat")
-    return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+    try:
+        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+    except OSError:  # a thread ended while we looked
+        return False
 
 
 def resume(process: Process) -> None:

@@ -15,6 +15,7 @@ from sluice.pipeline.queue import seed_for
 from sluice.pipeline.wire.messages import SequenceResult
 from sluice.workers.engine.backends import make_backend
 from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
+from tests.chaos.blows import PATIENT, stop
 from tests.e2e.fixtures import MakeStack, text_rows
 from tests.e2e.processes import DEADLINE_S, Process
 from tests.e2e.stack import Stack
@@ -27,7 +28,7 @@ VLLM = {"enforce_eager": True, "max_model_len": 256}
 
 @pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_stored_progress_of_a_killed_worker_is_decoded_on(make_stack: MakeStack, model_dir: Path, backend: str) -> None:
-    worker = {"backend": backend, "checkpoint_tokens": 8, "max_batch": 4, "lease_s": 2, "vllm": VLLM}
+    worker = {**PATIENT, "backend": backend, "checkpoint_tokens": 8, "max_batch": 4, "lease_s": 2, "vllm": VLLM}
     stack = make_stack(text_rows(JOBS), "exact_answer", sampling=SAMPLING, worker=worker)
     killed = stack.start("worker")
     stack.start("produce")
@@ -51,8 +52,8 @@ def stop_amid_sequences(stack: Stack, worker: Process) -> None:
     while True:
         assert time.monotonic() < until, f"no progress was seen\n{stack.report(stack.snapshot())}"
         if some_are_stored(stack):
-            worker.signal(signal.SIGSTOP)
-            time.sleep(0.05)  # what it had sent before arrives
+            stop(worker)
+            some_are_stored(stack)  # what it had sent before is done: the broker reads it before its next answer
             if some_are_stored(stack):
                 return
             worker.signal(signal.SIGCONT)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.blows import seeded
+from tests.chaos.blows import seeded, stop
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.stack import Stack
 
@@ -26,23 +26,23 @@ def waiting_results(stack: Stack) -> int:
 def test_consumers_killed_with_a_half_filled_batch_and_paused(make_stack: MakeStack) -> None:
     """The paused one is replaced, and takes nothing when it comes back."""
     stack = make_stack(detection_rows(72), data={"limit": 12})
-    stack.start("worker")
-    first = stack.start("consume")
     limited = stack.start("produce")
     assert limited.wait() == 0, limited.tail()
-    exhausted(stack, "0")  # more rows will come: the consumer waits for a full batch
+    exhausted(stack, "0")  # more rows will come: the consumer, which has not started, waits for a full batch
+    stack.start("worker")
+    first = stack.start("consume")
     stack.wait(lambda now: now.committed == 12 and now.accepted == 8, "a batch handed on")
     stack.wait(lambda _: waiting_results(stack) == 4, "half a batch in the consumer's hands")
     first.kill()
     assert waiting_results(stack) == 4
     stack.configure(data={"limit": None})
     paused = stack.start("consume")
-    for role in ("produce", "train"):
-        stack.start(role)
+    stack.start("produce")
     stack.wait(lambda now: now.accepted >= 16, "its successor to hand on a batch")
     paused.expendable = True
-    paused.signal(signal.SIGSTOP)
-    stack.start("consume")
+    stop(paused)
+    for role in ("train", "consume"):  # without a trainer there are no more than 24 to hand on
+        stack.start(role)
     held = stack.snapshot().accepted
     stack.wait(lambda now: now.accepted > held, "the third consumer to hand on a batch")
     paused.signal(signal.SIGCONT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.blows import PATIENT, resume, stop_while_it_decodes, stop_while_it_holds_jobs
+from tests.chaos.blows import NO_JOBS, PATIENT, resume, stop_while_it_decodes, stop_while_it_holds_jobs
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.stack import STOPPED
 
@@ -18,6 +18,8 @@ def test_a_killed_and_a_paused_worker_lose_nothing_and_commit_nothing_late(make_
         worker={**PATIENT, "max_batch": 4, "lease_s": 2, "checkpoint_tokens": 8},
     )
     killed, paused = stack.start("worker"), stack.start("worker")
+    # Else the one that is there first might leave nothing for the other.
+    stack.wait(lambda now: [row.waiting_for for row in now.alive("worker")] == 2 * [NO_JOBS], "both to wait for jobs")
     for role in ("produce", "consume", "train"):
         stack.start(role)
     orphans = stop_while_it_holds_jobs(stack, killed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -29,7 +30,8 @@ def strike(stack: Stack, command: str) -> None:
         assert time.monotonic() < until, f"no process of {command} is alive\n{stack.report(before)}"
         time.sleep(0.05)
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_killed_servers_and_workers_lose_and_repeat_no_rollout(make_stack: MakeStack, tools_dir: Path) -> None:

@@ -12,12 +12,11 @@ from typing import Any
 import yaml
 
 from scripts import kubernetes as manifests
-from tests.chaos.blows import stop_while_it_holds_jobs
+from tests.chaos.blows import NO_JOBS, stop, stop_while_it_holds_jobs
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import BIN, Process
 from tests.e2e.stack import Stack
 
-NO_JOBS = "jobs (none is ready)"
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
 
@@ -96,7 +95,7 @@ def test_the_pods_commands_probes_and_signals_run_to_the_end(make_stack: MakeSta
     first = next(process for process in stack.processes if process.name.startswith("worker"))
     first.expendable = True
     first.signal(signal.SIGTERM)  # an eviction
-    assert first.wait(60) in (0, 128 + signal.SIGTERM), first.tail()
+    assert first.wait() in (0, 128 + signal.SIGTERM), first.tail()
     stack.finish()
     stack.assert_exactly_once()
 
@@ -119,30 +118,30 @@ def test_rented_workers_fetch_their_inputs_hand_back_and_end_with_the_run(make_s
         stack.start(role)
     stack.wait(lambda now: now.committed, "the first results")
     first.signal(signal.SIGTERM)
-    assert first.wait(60) == 0, first.tail()
+    assert first.wait() == 0, first.tail()
     stack.finish()  # the other one ends by itself
     stack.assert_exactly_once()
 
 
 def test_arqs_own_command_serves_the_queue_and_hands_its_jobs_back(make_stack: MakeStack) -> None:
     long = {"max_new_tokens": 180}
-    few = {"max_batch": 2, "drain_s": 0, "lease_s": 60, "renew_s": 5}
+    few = {"max_batch": 2, "drain_s": 0, "lease_s": 900, "renew_s": 5}
     stack = make_stack(detection_rows(24), sampling=long, worker=few)
     for role in ("consume", "train"):
         stack.start(role)
     first, second = (arq_worker(stack) for _ in range(2))
     stack.wait(lambda now: [role.waiting_for for role in now.alive("worker")] == 2 * [NO_JOBS], "both to wait for jobs")
-    second.signal(signal.SIGSTOP)  # all is the first one's until it is caught
+    stop(second)  # all is the first one's until it is caught
     stack.start("produce")
     stop_while_it_holds_jobs(stack, first)
     first.expendable = True
     first.signal(signal.SIGTERM)
     first.signal(signal.SIGCONT)
-    assert first.wait(60) == 0, first.tail()
+    assert first.wait() == 0, first.tail()
     assert first.name not in stack.leased().values()
     second.signal(signal.SIGCONT)
-    # A lease that is left behind would block its job for a minute.
-    end = stack.finish(deadline_s=55)
+    # A lease that is left behind would block its job for a quarter of an hour.
+    end = stack.finish(deadline_s=600)
     stack.assert_exactly_once()
     assert (end.dead, end.redelivered_jobs) == (0, 0)
     assert second.popen.poll() == 0

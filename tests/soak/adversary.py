@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.chaos.blows import is_stopped
 from tests.e2e.stack import Stack
 from tests.hosts.clocks import clock
 from tests.soak.battered_broker import BatteredBroker, ReplicatedBroker
@@ -226,6 +227,8 @@ class Adversary:
         until = time.monotonic() + _HOLDS_S
         while True:
             strike(pid, signal.SIGSTOP)
+            while not is_stopped(pid) and time.monotonic() < until:
+                time.sleep(0.001)
             time.sleep(_SETTLE_S)
             with self._stack.client() as client:
                 leases = look(client, self._stack.keys)
