@@ -58,15 +58,15 @@ def roles(stack: Stack) -> dict[str, int]:
 
 
 def test_a_run_survives_the_death_of_its_own_broker(make_stack: MakeStack) -> None:
-    stack = make_stack(detection_rows(64), embedded=True, worker=PATIENT, sampling={"max_new_tokens": 60})
+    stack = make_stack(detection_rows(96), embedded=True, worker=PATIENT, sampling={"max_new_tokens": 60})
     run = stack.start("run")
     card = stack.directory / "broker" / "broker.json"
     stack.broker_url = wait(lambda: json.loads(card.read_text())["url"], "the broker", run)
-    wait(lambda: stack.snapshot().trained > 8, "the first steps", run)
+    trained = wait(lambda: stack.snapshot().trained, "the first steps", run)
     before = roles(stack)
     assert {"trainer", "consumer-0", "worker-0"} <= set(before)
     os.kill(json.loads(card.read_text())["pid"], signal.SIGKILL)
-    wait(lambda: stack.snapshot().trained > 32, "training to go on", run)
+    wait(lambda: stack.snapshot().trained > trained + 24, "training to go on", run)
     after = roles(stack)
     assert {name: after[name] for name in before if name in after} == {n: before[n] for n in before if n in after}
     assert {"trainer", "consumer-0", "worker-0"} <= set(after)
@@ -80,16 +80,17 @@ def test_a_run_survives_the_death_of_its_own_broker(make_stack: MakeStack) -> No
 
 def test_an_interruption_while_the_broker_is_gone_takes_effect_at_once(outer: tuple[Stack, KillableBroker]) -> None:
     stack, broker = outer
+    stack.configure(up={"stop_grace_s": 600.0}, broker={"retry_for_s": 600.0})
     run = stack.start("run")
     wait(lambda: stack.snapshot().trained > 0, "the first steps", run)
     broker.kill()
     wait(lambda: "the broker does not answer" in run.text(), "a word about the broker", run)
     run.expendable = True
     run.signal(signal.SIGINT)
-    # Not after broker.retry_for_s (90 s) nor up.stop_grace_s: nobody waits for a broker that is gone.
-    assert run.wait(45) == 130, run.tail()
+    # Not after broker.retry_for_s nor up.stop_grace_s: nobody waits for a broker that is gone.
+    assert run.wait(240) == 130, run.tail()
     assert "the broker is gone" in run.text()
-    wait_gone(stack.mark, 2)
+    wait_gone(stack.mark)
     broker.start()
     again = stack.start("run")
     assert again.wait(2 * DEADLINE_S) == 0, again.tail()
@@ -100,11 +101,16 @@ def test_a_producer_that_was_done_goes_over_its_rows_again_when_the_broker_lost_
     outer: tuple[Stack, KillableBroker],
 ) -> None:
     stack, _ = outer
+    # It can be done before the first step.
+    stack.configure(producer={"max_in_flight": 48, "max_staleness": 5}, weights={"retention": 7})
     run = stack.start("run")
+    trainer = wait(lambda: roles(stack).get("trainer"), "the trainer", run)
+    os.kill(trainer, signal.SIGSTOP)  # else the run may be over before the producer's process is
     wait(lambda: stack.snapshot().exhausted, "the producer's end", run)
     wait(lambda: "producer" not in roles(stack), "its process to end", run)
     with stack.client() as client:  # what a power loss does to the last thing that was written
         client.hset(stack.keys.source, "exhausted", "0")
+    os.kill(trainer, signal.SIGCONT)
     wait(lambda: stack.snapshot().exhausted, "the producer to say it again", run)
     assert run.wait(2 * DEADLINE_S) == 0, run.tail()
     assert "reads its rows again" in run.text()
@@ -156,7 +162,7 @@ def test_arqs_own_command_ends_within_its_grace_time_when_the_broker_is_gone(
     wait(lambda: stack.snapshot().committed, "the first sequences", worker)
     broker.kill()
     worker.expendable = True
-    assert worker.terminate(20) == 1, worker.tail()
+    assert worker.terminate(60) == 1, worker.tail()  # far less than broker.retry_for_s
     assert "did not stop in time; exiting" in worker.text()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from tests.e2e.stack import Stack
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OWN = {"external": True, "rank_timeout_s": 60.0, "batch_wait_s": 30.0}
+LONG = 30  # steps of a run that is not over when it is seen to have begun
 
 
 def loop(stack: Stack, ranks: int) -> Process:
@@ -32,11 +34,11 @@ def versions(stack: Stack) -> dict[int, dict[str, torch.Tensor]]:
     return {number: load_file(root / f"v{number:06d}/model.safetensors") for number in range(1, STEPS + 1)}
 
 
-def assert_each_once(stack: Stack) -> None:
+def assert_each_once(stack: Stack, steps: int = STEPS) -> None:
     counted = Counter(stack.trained())
-    assert len(counted) == 2 * STEPS
+    assert len(counted) == 2 * steps
     assert set(counted.values()) == {1}
-    assert stack.snapshot().trained == 2 * STEPS
+    assert stack.snapshot().trained == 2 * steps
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -57,14 +59,15 @@ def test_ranks_publish_what_one_process_does(make_stack: MakeStack, ranks: int) 
 
 
 def test_a_killed_rank_ends_the_loop_and_the_next_one_goes_on(make_stack: MakeStack) -> None:
-    stack = ready_run(make_stack, trainer=OWN)
+    stack = ready_run(make_stack, trainer=OWN, steps=LONG)
     first = loop(stack, 2)
     first.expendable = True
-    stack.wait(lambda _: "version 2: " in first.text(), "two versions", 120)
+    stack.wait(lambda _: "version 2: " in first.text(), "two versions")
     for pid in marked(stack.mark):
-        if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            os.kill(pid, signal.SIGKILL)
-    assert first.wait(120) != 0
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                os.kill(pid, signal.SIGKILL)
+    assert first.wait() != 0, "it was over before the kill"
     last = loop(stack, 1)
     assert last.wait() == 0, last.tail()
-    assert_each_once(stack)
+    assert_each_once(stack, LONG)
