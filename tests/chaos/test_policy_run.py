@@ -48,7 +48,10 @@ def test_every_number_is_right_whatever_is_killed(make_stack: MakeStack, tmp_pat
     """
     model = {"model": {"path": str(save("Gemma3", tmp_path / "model")), "device": "cpu"}}
     stack = make_stack(text_rows(22), "exact_answer", **POLICY, **model)
-    roles = {role: start(stack, role) for role in ("train", "score", "worker", "consume", "produce")}
+    roles = {role: start(stack, role) for role in ("train", "score", "consume", "produce")}
+    # So far ahead is the worker then that the first updates come in its midst, however slow a step is.
+    stack.wait(lambda now: now.latest_version == 0 and now.enqueued == 32, "a version, and all jobs that may wait")
+    roles["worker"] = start(stack, "worker")
     for goal, victim in ((16, "worker"), (40, "train")):
         stack.wait(lambda now, least=goal: now.trained >= least, f"{goal} trained sequences")
         roles[victim].kill()

@@ -102,7 +102,10 @@ def test_a_policy_run_on_pictures_has_every_number_right_with_updates_within_seq
     def start(role: str) -> Process:
         return stack.sluice(role, "-c", str(stack.config_file), PYTHONPATH=str(ROOT))
 
-    roles = {role: start(role) for role in ("train", "score", "worker", "consume", "produce")}
+    roles = {role: start(role) for role in ("train", "score", "consume", "produce")}
+    # So far ahead is the worker then that the first updates come in its midst, however slow a step is.
+    stack.wait(lambda now: now.latest_version == 0 and now.enqueued == 32, "a version, and all jobs that may wait")
+    start("worker")
     stack.wait(lambda now: now.complete and now.state == "finished", "the end of the run")
     roles["score"].terminate()
     roles["score"].expendable = True
