@@ -16,7 +16,7 @@ from tests.e2e.processes import Process, wait_gone
 from tests.e2e.stack import Stack
 
 ROOT = Path(__file__).parents[2]
-SLOW_S = 240.0
+SLOW_S = 400.0
 _HELD_OUT = 4
 
 
@@ -33,7 +33,7 @@ def run_command(stack: Stack, reward: str, *settings: str) -> Process:
         "producer.samples_per_version": 8,
         "producer.max_in_flight": 16,
         "producer.max_staleness": 0,
-        "weights.retention": 2,
+        "weights.retention": 3,  # the evaluator finds the first version when it starts after two steps
         "worker.claim_gpu": "false",
         "scorer.count": 0,
         "consumer.row_tokens": 256,
@@ -76,8 +76,10 @@ def test_a_run_ends_with_the_evaluation_of_its_last_version_and_keeps_the_best(m
         assert row["eval/reward_mean"] == pytest.approx(sum(one.reward or 0 for one in given) / len(given))
     best = max(results(stack), key=lambda row: row["eval/reward_mean"])["version"]
     assert best_of(stack.run_dir) == best
-    kept = sorted(int(path.name[1:]) for path in (stack.run_dir / "weights").iterdir())
-    assert kept == sorted({7, 8, int(best)}), "two by weights.retention, and the best one"
+    kept = {int(path.name[1:]) for path in (stack.run_dir / "weights").iterdir()}
+    assert {6, 7, 8, int(best)} <= kept, "three by weights.retention, and the best one"
+    # When the last one came, another may have been the best one so far, and one more under evaluation.
+    assert len(kept) <= 5
     assert ":eval-" not in (stack.run_dir / "trained.jsonl").read_text()
     assert json.loads((stack.run_dir / "summary.json").read_text())["evaluated"] == 2 * _HELD_OUT * len(versions)
     before = (stack.run_dir / "evals.jsonl").read_bytes()
@@ -91,7 +93,8 @@ def test_a_run_whose_evaluations_get_no_better_stops_and_goes_on_with_more_patie
     stack = make_stack(rows(40))
     (stack.directory / "same.py").write_text("def score(text, truth, row):\n    return 1.0\n")
     reward = f"{stack.directory}/same.py:score"
-    first = run_command(stack, reward, "eval.patience=2")
+    kept = "weights.retention=100"  # the first version is evaluated, however late the evaluator starts
+    first = run_command(stack, reward, "eval.patience=2", kept)
     assert first.wait(SLOW_S) == 0, first.tail()
     assert "stopped: eval/pass@1 has not risen above 1 (v0) in 2 evaluations (eval.patience 2)" in first.text()
     steps = read_steps(stack.run_dir / "metrics.jsonl")
@@ -100,7 +103,7 @@ def test_a_run_whose_evaluations_get_no_better_stops_and_goes_on_with_more_patie
     assert end is not None
     assert (end.state, end.exit_code, "eval.patience" in end.cause) == ("stopped", 0, True)
     assert len(results(stack)) == 3
-    second = run_command(stack, reward, "eval.patience=100")
+    second = run_command(stack, reward, "eval.patience=100", kept)
     assert second.wait(SLOW_S) == 0, second.tail()
     assert "complete: enqueued 160, trained 160, dead 0, dropped 0" in second.text()
     assert len(results(stack)) > 3
