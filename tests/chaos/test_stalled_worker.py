@@ -23,7 +23,7 @@ def stop_a_busy_worker(stack: Stack) -> int:
     while not stack.leased():
         assert time.monotonic() < until, stack.report(stack.snapshot())
         time.sleep(0.01)
-    [worker] = stack.snapshot().alive("worker")
+    [worker] = [row for row in stack.snapshot().processes if row.role == "worker"]
     os.kill(worker.pid, signal.SIGSTOP)
     return worker.pid
 
@@ -33,7 +33,7 @@ def test_a_stalled_worker_does_not_end_the_run(make_stack: MakeStack) -> None:
         detection_rows(24),
         sampling={"max_new_tokens": 150},
         worker={**PATIENT, "stall_timeout_s": STALL_S},
-        up={"restart_backoff_s": 0.1},
+        up={"restart_backoff_s": 0.1, "max_restarts": 50},  # on a busy machine others may stall as well
     )
     command = stack.start("run")
     pid = stop_a_busy_worker(stack)

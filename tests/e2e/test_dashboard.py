@@ -30,7 +30,7 @@ def poll(holds: Callable[[], Any], cause: str, command: Process) -> Any:
 
 
 def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return answer.read().decode()
 
 
@@ -43,8 +43,8 @@ def test_a_run_has_a_dashboard_that_comes_back_and_leaves_with_it(make_stack: Ma
     assert not url.endswith(f":{stack.config.dashboard.port}"), "that port is taken"
     poll(lambda: "producer-0" in get(url + "/workers") or "trainer" in get(url + "/workers"), "the processes", command)
     poll(lambda: re.search(r"<dt>Trained</dt><dd>[1-9]", get(url + "/")), "the first trained sequences", command)
-    assert json.loads(get(url + "/health"))["status"] == "healthy"
-    [row] = stack.snapshot().alive("dashboard")
+    poll(lambda: json.loads(get(url + "/health"))["status"] == "healthy", "it to be healthy", command)
+    [row] = poll(lambda: stack.snapshot().alive("dashboard"), "its heartbeat", command)
     assert row.facts["url"] == url
     os.kill(row.pid, signal.SIGKILL)
     poll(lambda: [one for one in stack.snapshot().alive("dashboard") if one.pid != row.pid], "another one", command)

@@ -17,7 +17,7 @@ from tests.e2e.processes import Process, wait_gone
 from tests.e2e.stack import Stack
 
 ROOT = Path(__file__).parents[2]
-SLOW_S = 240.0
+SLOW_S = 400.0
 HANGS = """
 import threading
 from sluice.examples.own_reward import score as own
@@ -59,7 +59,7 @@ def rows(count: int) -> list[dict[str, object]]:
 def test_a_run_learns_from_ones_own_function_and_its_failures_cost_their_own_sequences(make_stack: MakeStack) -> None:
     stack = make_stack(rows(16))
     (stack.directory / "own.py").write_text(HANGS)
-    run = run_command(stack, f"{stack.directory}/own.py:score", "rollout_matching.reward_timeout_s=2")
+    run = run_command(stack, f"{stack.directory}/own.py:score", "rollout_matching.reward_timeout_s=10")
     assert run.wait(SLOW_S) == 0, run.tail()
     assert "complete: enqueued 64, trained 56, dead 0, dropped 8" in run.text()
     assert f"dropped (reward_failed 4, reward_timeout 4): `sluice dlq list {stack.run_dir} --dropped`" in run.text()
@@ -128,6 +128,7 @@ def test_a_frozen_reference_is_scored_by_the_runs_own_scorer(make_stack: MakeSta
         "weights.retention": 4,
         "trainer.learning_rate": 1e-3,
         "scorer.count": 1,
+        "policy.score_wait_s": 600,
     }
     if loss != "dpo":
         settings["policy.kl_coef"] = 0.1

@@ -28,7 +28,7 @@ def test_producer_consumer_and_trainer_outlast_their_ownership(make_hosts: MakeH
     stack = make_hosts(detection_rows(40), "one")
     worker, producer = stack.start_paused_run("one")
     stack.wait(lambda now: now.trained >= 8, "a first step")
-    first = owners(stack)
+    first = owners(stack, ":last")  # their claims may run out for a moment on a busy machine
     assert None not in first
     stack.cut(HUB, "both")
     producer.signal(signal.SIGCONT)
