@@ -54,6 +54,7 @@ class TrainedIds:
         self._ledger, self._path = run_dir / LEDGER, run_dir / INDEX
         self._db: sqlite3.Connection | None = None
         self._held: dict[bytes, int] = {}
+        self._recent: set[bytes] = set()  # not in the ledger
 
     def open(self, step: int, recent: Iterable[str] = ()) -> None:
         """After the ledger was cut back to `step`. `recent`: ids that count as trained whatever the ledger says."""
@@ -66,11 +67,21 @@ class TrainedIds:
             for suffix in ("", "-journal"):
                 self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
             self._catch_up(step)
+        recent = list(recent)
+        self._recent = {_digest(each) for each in recent}
         self.add(step, recent)
 
     def known(self, seq_ids: Iterable[str]) -> set[str]:
-        """The trained ones."""
-        return {each for each in seq_ids if (digest := _digest(each)) in self._held or _is_in(self._db, digest)}
+        """The trained ones; of an index that can't be read now, from the ledger."""
+        wanted = set(seq_ids)
+        try:
+            return {each for each in wanted if (digest := _digest(each)) in self._held or _is_in(self._db, digest)}
+        except sqlite3.DatabaseError as error:  # another trainer took over, and was paused while it wrote
+            get_logger().warning("the index of trained ids cannot be read", path=str(self._path), cause=str(error))
+        found = {each for each in wanted if (digest := _digest(each)) in self._held or digest in self._recent}
+        for _, ids, _ in _lines(self._ledger, 0):
+            found |= wanted.intersection(ids)
+        return found
 
     def add(self, step: int, seq_ids: Iterable[str]) -> None:
         """Record ids that are in the ledger."""

@@ -151,3 +151,14 @@ def test_an_index_that_another_process_holds_ends_no_trainer(tmp_path: Path) -> 
         other.execute("rollback")
     ids.durable(2)
     assert trained_among(tmp_path, ["{r}:2-0:0"]) == {"{r}:2-0:0"}
+
+
+def test_an_index_that_a_paused_successor_holds_hides_no_id(tmp_path: Path) -> None:
+    write(tmp_path, 1, 100)
+    ids = TrainedIds(tmp_path, patience_s=0.01)
+    ids.open(100, [f"{{r}}:recent-{number}:0" for number in range(5000)])  # more than are held in memory
+    asked = [*ASKED, "{r}:recent-4999:0"]
+    with contextlib.closing(sqlite3.connect(tmp_path / INDEX, isolation_level=None)) as other:
+        other.execute("begin exclusive")
+        assert ids.known(asked) == {*ASKED[:3], asked[-1]}
+    assert ids.known(asked) == {*ASKED[:3], asked[-1]}
