@@ -1,4 +1,4 @@
-"""An S3 server on loopback (moto's, an emulator), and a relay in front of it that can cut connections."""
+"""An S3 server on loopback (moto's, an emulator), and a relay in front of it that cuts connections or keeps silent."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class Relay:
 
     def __init__(self, port: int) -> None:
         self._far, self._port, self.cuts = port, 0, 0
+        self.silent = 0  # so many of the next connections are accepted, and nothing passes through them
         self.budget: int | None = None  # bytes
         self.rate: float | None = None  # bytes/s of each direction, together over all connections
         self._due = [0.0, 0.0]
@@ -76,6 +77,12 @@ class Relay:
         self._loop.run_forever()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.silent:
+            self.silent -= 1
+            while await reader.read(1 << 16):
+                pass
+            writer.close()
+            return
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._far)
         self._writers |= {writer, far_writer}
         try:

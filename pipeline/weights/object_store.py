@@ -207,7 +207,8 @@ def _open(url: str, quiet_s: float) -> tuple[Any, str]:
     scheme = urlsplit(url).scheme
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme in ("s3", "s3a"):
-        options["config_kwargs"] = {"connect_timeout": min(_CONNECT_S, quiet_s), "read_timeout": quiet_s}
+        # One silent connection leaves time for another.
+        options["config_kwargs"] = {"connect_timeout": min(_CONNECT_S, quiet_s), "read_timeout": quiet_s / 2}
     try:
         fs, path = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:

@@ -56,7 +56,7 @@ class Site:
     def root(self) -> Path:
         return self.home / "weights"
 
-    def carrier(self, host: str, *, cache_bytes: int = 1 << 40, quiet_s: float = 20.0) -> Carrier:
+    def carrier(self, host: str, *, cache_bytes: int = 1 << 40, quiet_s: float = 60.0) -> Carrier:
         if self.kind == "directory":
             return Directory(self.root)
         root = self.root if host == "trainer" else self.home / "nothing-here"
@@ -526,6 +526,21 @@ def test_cut_connections_cost_time_alone(site: Site, side: str, monkeypatch: pyt
         relay.budget = relay.budget or size // 2
         assert_same(site.carrier("worker").fetch(manifest), site.home / "model-0")
         assert relay.cuts == (2 if side == "publish" else 1)
+    finally:
+        relay.close()
+
+
+@on("store-s3")
+def test_a_connection_that_is_silent_is_left_for_another(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = publish(site.carrier("trainer"), site, 0)
+    port = urlsplit(site.address).port
+    assert port is not None
+    relay = Relay(port)
+    try:
+        use(monkeypatch, relay.address)
+        relay.silent = 1
+        assert_same(site.carrier("worker", quiet_s=8).fetch(manifest), site.home / "model-0")
+        assert relay.silent == 0
     finally:
         relay.close()
 
