@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.e2e.fixtures import detection_rows
-from tests.e2e.processes import Process
+from tests.e2e.processes import DEADLINE_S, Process
 from tests.e2e.stack import STOPPED
 from tests.hosts.conftest import MakeHosts
 from tests.hosts.host_stack import BROKER, PORT, HostStack
@@ -51,10 +53,7 @@ def bear(stack: HostStack, worker: Process, harm: Callable[[], Callable[[], None
     stack.wait(lambda now: worker.name in {row.name for row in now.alive("worker")}, "its heartbeat")
     heal = harm()
     stack.wait(lambda now: worker.name not in {row.name for row in now.alive("worker")}, "its heartbeats to be missed")
-    asked = stack.start_on(BROKER, "status", "--why", "--json")
-    asked.expendable = True
-    assert asked.wait() == 1, asked.tail()
-    said = json.loads(asked.text())
+    said = stalled(stack)
     [stall] = [each for each in said["stalls"] if each["kind"] == "no_worker"]
     assert said["verdict"]["state"] == "stalled"
     assert stall["process"] == worker.name
@@ -64,3 +63,14 @@ def bear(stack: HostStack, worker: Process, harm: Callable[[], Callable[[], None
     before = stack.snapshot().committed
     heal()
     stack.wait(lambda now: now.committed > before, "the worker to go on")
+
+
+def stalled(stack: HostStack) -> Any:
+    """What `status --why` says once it calls the run stalled; who hears nothing is heard now and then."""
+    until = time.monotonic() + DEADLINE_S
+    while True:
+        asked = stack.start_on(BROKER, "status", "--why", "--json")
+        asked.expendable = True
+        if asked.wait() == 1:
+            return json.loads(asked.text())
+        assert time.monotonic() < until, asked.tail()

@@ -46,11 +46,10 @@ class BatteredBroker(KillableBroker):
             time.sleep(0.02)
 
     def _answers_or_ends(self) -> bool:
-        """False: its process has ended."""
-        assert self._process
+        """False: its process has ended by itself. Another fault may kill it meanwhile; that one starts it again."""
         until = time.monotonic() + _READY_S
         while time.monotonic() < until and not self._answers():
-            if self._process.poll() is not None:
+            if (process := self._process) is not None and process.poll() is not None and process is self._process:
                 return False
             time.sleep(0.02)
         return True
