@@ -28,6 +28,7 @@ from sluice.pipeline.errors import DataError, DeadlineExceeded
 _MODEL, _OPTIMIZER, _TABLE = "model", "optimizer", ".metadata"
 _KNOWN = {
     "pathlib": {"Path", "PosixPath"},
+    "pathlib._local": {"Path", "PosixPath"},  # where they are in Python 3.13
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
