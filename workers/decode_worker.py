@@ -128,6 +128,7 @@ class DecodeWorker:
             if self._loading is not None:
                 self._loading.cancel()
                 await asyncio.wait([self._loading])
+            await asyncio.to_thread(self._weights.close)
             await self._calls.close()
 
     def room(self) -> int:

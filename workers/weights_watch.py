@@ -61,6 +61,10 @@ class WeightsWatch:
             self._refused = None  # the run may come back to it, with whole files
         self._latest = latest
 
+    def close(self) -> None:
+        """Let go of the versions that were pulled; the engine may go on with what it has loaded."""
+        self._carrier.close()
+
     async def look(self) -> None:
         """Ask for the newest version before the first claim, so a worker that starts late starts there."""
         self.saw(await self._registry.latest())

@@ -100,8 +100,7 @@ class Line:
 
     def close(self) -> None:
         """Unlink what it has in memory, and forget its files."""
-        close: Any = getattr(self._carrier, "close", lambda: None)
-        close()
+        self._carrier.close()
         shutil.rmtree(self.root.parent, ignore_errors=True)
 
 

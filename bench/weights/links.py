@@ -88,3 +88,6 @@ class Timed:
 
     def remove(self, numbers: Collection[int]) -> None:
         self._own.remove(numbers)
+
+    def close(self) -> None:
+        self._own.close()

@@ -6,6 +6,7 @@ Times are `time.monotonic` seconds, which all processes of a host share.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -83,10 +84,10 @@ async def _join(backend: Backend, work: Work) -> float:
         manifest = await WeightsRegistry(role.client, role.keys).get(work.version)
         assert manifest is not None
         probe = probe_of(manifest, backend.facts.dtype, config.weights.probe_tolerance)
-        own = carrier(config, store_of(config, work.mbit_s))
-        directory = await asyncio.to_thread(own.fetch, manifest)
-        await backend.load_weights(directory, work.version, probe)
-        return time.monotonic() - began
+        with contextlib.closing(carrier(config, store_of(config, work.mbit_s))) as own:
+            directory = await asyncio.to_thread(own.fetch, manifest)
+            await backend.load_weights(directory, work.version, probe)
+            return time.monotonic() - began
 
 
 class Watched:

@@ -67,6 +67,10 @@ class Carrier(Protocol):
         """Delete these versions, and what a killed `publish` has left; unknown numbers are ignored."""
         ...
 
+    def close(self) -> None:
+        """Let go of what this process has fetched or shows in memory, as its end does. Safe to call twice."""
+        ...
+
 
 def _untold(**_facts: Any) -> None:
     """Nobody listens."""
@@ -144,6 +148,9 @@ class Directory:
     def remove(self, numbers: Collection[int]) -> None:
         versions.remove(self._root, numbers)
 
+    def close(self) -> None:
+        """It holds nothing."""
+
 
 class SharedMemory:
     """A durable carrier, with a copy of the newest versions in the memory of the trainer's host.
@@ -214,8 +221,8 @@ class SharedMemory:
         self._durable.remove(numbers)
 
     def close(self) -> None:
-        """Unlink what this process has in memory; it happens at its end anyway."""
         self._segments.close()
+        self._durable.close()
 
     def _fall_back(self, event: str, error: Exception) -> None:
         self._fallbacks += 1

@@ -27,6 +27,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
@@ -163,12 +164,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class HostCache:
-    """One process's view of the directory; its methods may be called from any thread, one at a time."""
+    """One process's view of the directory; its methods may be called from any thread, one at a time, `close` always."""
 
     def __init__(self, root: Path, most_bytes: int, *, wait_s: float) -> None:
         """`wait_s`: how long another process of this host may take to fill a version."""
         self._root, self._most, self._wait_s = root, most_bytes, wait_s
         self._held: dict[str, int] = {}  # key -> descriptor of its shared lock
+        self._is_closed = False
+        self._holding = threading.Lock()  # of these two; never kept while files are filled or synced
 
     def get(self, key: str) -> Path | None:
         """A version that is there; it stays until `release`. None if it isn't, or is just being filled or removed."""
@@ -184,7 +187,7 @@ class HostCache:
                 if is_there:
                     self._remove(key)
                 return None
-            self._held[key] = lock
+            self._hold(key, lock)
         self._touch(key)
         return self._root / key
 
@@ -216,20 +219,40 @@ class HostCache:
 
     def release(self, but: Collection[str] = ()) -> None:
         """This process uses no version any more except those of these keys, which are synced when it returns."""
-        for key in [key for key in self._held if key not in but]:
-            os.close(self._held.pop(key))
-        for key, lock in self._held.items():
-            if os.pread(lock, 64, 0) != _SYNCED:
-                with contextlib.suppress(OSError):  # a failing disk: it counts until the next boot
-                    fsync_tree(self._root / key)
-                    fsync_directory(self._root)
-                    _write(lock, _SYNCED)
+        with self._holding:
+            for key in self._held.keys() - but:
+                os.close(self._held.pop(key))
+            kept = [(key, os.dup(lock)) for key, lock in self._held.items()]  # `close` may come while they are synced
+        for key, lock in kept:
+            try:
+                if os.pread(lock, 64, 0) != _SYNCED:
+                    with contextlib.suppress(OSError):  # a failing disk: it counts until the next boot
+                        fsync_tree(self._root / key)
+                        fsync_directory(self._root)
+                        _write(lock, _SYNCED)
+            finally:
+                os.close(lock)
+
+    def close(self) -> None:
+        """This process uses no version any more, nor one that another thread is just getting."""
+        with self._holding:
+            self._is_closed = True
+        self.release()
 
     def forget(self, key: str) -> None:
         """Remove a version that turned out to be damaged, unless another process uses it."""
-        if key in self._held:
-            os.close(self._held.pop(key))
+        with self._holding:
+            if (lock := self._held.pop(key, None)) is not None:
+                os.close(lock)
         self._remove(key)
+
+    def _hold(self, key: str, lock: int) -> None:
+        with self._holding:
+            if not self._is_closed:
+                self._held[key] = lock
+                return
+        os.close(lock)
+        raise WeightsError(f"{self._root / key}: who asked for it has ended meanwhile")
 
     def _fill(self, key: str, need: int, fill: Callable[[Path], None], lock: int) -> None:
         aside = self._root / f".{key}.{need}.{secrets.token_hex(4)}.tmp"

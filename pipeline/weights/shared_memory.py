@@ -48,6 +48,7 @@ class Segments:
         self._directory: Path | None = None
         self._owner = -1  # descriptor of the lock
         self._making = threading.Lock()
+        self._is_closed = False
 
     def copy(self, source: Path) -> Path:
         """The files of `source` that decide its weights, not shown to readers yet.
@@ -116,8 +117,9 @@ class Segments:
                 shutil.rmtree(version, ignore_errors=True)
 
     def close(self) -> None:
-        """Unlink everything. Safe to call twice."""
+        """Unlink everything, also what another thread is just about to link. Safe to call twice."""
         with self._making:
+            self._is_closed = True
             if self._directory is not None:
                 shutil.rmtree(self._directory, ignore_errors=True)
                 os.close(self._owner)
@@ -131,6 +133,8 @@ class Segments:
 
     def _own(self) -> Path:
         with self._making:
+            if self._is_closed:
+                raise WeightsError(f"{self._root}: who asked for a version of {self._run} has ended meanwhile")
             while self._directory is None:
                 sweep(self._root)
                 directory = self._root / f"{_PREFIX}{self._run}-{secrets.token_hex(4)}"

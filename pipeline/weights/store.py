@@ -164,6 +164,10 @@ class Store:
         """This process needs no other version any more."""
         self._cache.release(but=[self._cache_key(_folder(manifest))])
 
+    def close(self) -> None:
+        """This process needs no version any more."""
+        self._cache.close()
+
     def remove(self, numbers: Collection[int]) -> None:
         """Delete these versions here and, unless a newer one is made from them, in the store.
 

@@ -157,6 +157,20 @@ def test_a_worker_gets_each_version_as_it_was_published(site: Site) -> None:
         worker.keep(manifest)
 
 
+@on("store-file", "store-s3")
+def test_what_a_closed_worker_held_makes_room(site: Site) -> None:
+    trainer = site.carrier("trainer")
+    old, new = (publish(trainer, site, number) for number in range(2))
+    room = int(1.5 * sum(file.stat().st_size for file in (site.home / "model-0").iterdir()))
+    worker, other = (site.carrier("host", cache_bytes=room) for _ in range(2))
+    worker.fetch(old)
+    with pytest.raises(WeightsError, match="cache_gb"):
+        other.fetch(new)
+    worker.close()
+    worker.close()
+    assert_same(other.fetch(new), site.home / "model-1")
+
+
 @on(*KINDS)
 @pytest.mark.parametrize("newest", [0, 3, 4, 6])
 def test_a_late_worker_gets_any_version_that_is_kept(site: Site, newest: int) -> None:

@@ -1,7 +1,9 @@
-"""A worker whose store of versions is away for a while: it keeps its version, and comes back to the refused one."""
+"""A worker and where its versions come from: a store that is away for a while, and memory that it lets go of."""
 
 from __future__ import annotations
 
+import contextlib
+import glob
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,10 +15,12 @@ from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, ModelConfig, WeightsConfig
 from sluice.pipeline.weights.carriers import carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.shared_memory import MEMORY
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import WeightVersion
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.weights_watch import WeightsWatch
+from tests.decode_workers import working
 from tests.object_stores import BUCKET, s3_server, use
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
@@ -58,3 +62,36 @@ async def test_a_version_is_asked_for_again_after_the_store_was_away(
             assert engine.version == 1
     finally:
         await engine.close()
+
+
+async def test_a_worker_that_ends_has_no_version_in_memory(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, tmp_path: Path
+) -> None:
+    """A process may serve many runs one after the other, each with a worker of its own."""
+    source, other = save_tiny_model(tmp_path / "model"), save_tiny_model(tmp_path / "other", seed=1)
+    model, weights = {"path": str(source), "device": "cpu"}, WeightsConfig(transport="engine")
+    config = run_config(broker_config, keys, run_dir, model=model, weights=weights)
+    trainer = carrier_of(config)
+    with contextlib.closing(trainer):
+        full = trainer.publish(other, WeightVersion(version=1, path="", digest=""), lambda: None)
+        owner, registry = Ownership(client, keys, "trainer"), WeightsRegistry(client, keys)
+        assert await owner.try_acquire()
+        await registry.register(full, owner.key, owner.nonce)
+        engine = HfBackend(ModelConfig(path=str(source), device="cpu"), max_batch=2)
+        await engine.start()
+        try:
+            async with working(config, engine):
+
+                async def loaded() -> bool:
+                    return engine.version == 1 and in_memory(config.run) == 2
+
+                await eventually(loaded, "the worker to link the version and load it", 60.0)
+            assert in_memory(config.run) == 1, "the trainer's own"
+        finally:
+            await engine.close()
+    assert in_memory(config.run) == 0
+
+
+def in_memory(run: str) -> int:
+    """Processes' copies of versions."""
+    return len(list(MEMORY.glob(f"sluice-{glob.escape(run)}-*/v*")))

@@ -73,6 +73,22 @@ def test_a_version_in_use_stays_whoever_uses_it(tmp_path: Path) -> None:
     assert present(tmp_path) == [key(0), key(3), key(4)]
 
 
+def test_a_version_that_comes_after_the_end_is_held_by_nobody(tmp_path: Path) -> None:
+    """A thread can't be stopped while it fetches."""
+    one = cache(tmp_path)
+
+    def fill(aside: Path) -> None:
+        one.close()
+        filled("0")(aside)
+
+    with pytest.raises(WeightsError, match="has ended meanwhile"):
+        one.make(key(0), lambda: SIZE, fill)
+    assert present(tmp_path) == [key(0)]
+    another = cache(tmp_path, most=SIZE)
+    make(another, 1)
+    assert present(tmp_path) == [key(1)]
+
+
 def test_a_version_that_is_there_is_not_filled_again(tmp_path: Path) -> None:
     make(cache(tmp_path), 0)
 
@@ -101,7 +117,7 @@ def test_others_wait_for_the_one_that_fills(tmp_path: Path) -> None:
     def slow(aside: Path) -> None:
         fills.append(1)
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(120)
         (aside / "file").write_bytes(b"x")
 
     found: list[Path] = []
@@ -110,14 +126,14 @@ def test_others_wait_for_the_one_that_fills(tmp_path: Path) -> None:
         for _ in range(3)
     ]
     threads[0].start()
-    assert begun.wait(20)
+    assert begun.wait(120)
     for thread in threads[1:]:
         thread.start()
     with pytest.raises(WeightsError, match="another process of this host fetches it"):
         cache(tmp_path, wait_s=0.1).make(key(0), lambda: SIZE, slow)
     go_on.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert (found, fills) == ([tmp_path / key(0)] * 3, [1])
 
 

@@ -95,6 +95,14 @@ def test_it_rides_on_a_store_for_other_hosts(tmp_path: Path) -> None:
     ends.worker.keep(first)
 
 
+def test_whoever_has_ended_takes_nothing_into_memory(ends: Ends) -> None:
+    ends.publish(1)
+    ends.worker.close()
+    with pytest.raises(WeightsError, match="has ended meanwhile"):
+        ends.worker.fetch(ends.published[1])
+    assert len(list(ends.memory.iterdir())) == 1, "the trainer's"
+
+
 def test_an_adapter_comes_with_its_configuration(ends: Ends) -> None:
     base = model_dir(ends.root / "base")
     source = ends.root / "adapter"
