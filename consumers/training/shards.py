@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from sluice.pipeline.errors import DataError, DeadlineExceeded
 
 _MODEL, _OPTIMIZER, _TABLE = "model", "optimizer", ".metadata"
+_WRITTEN_AS = {"pathlib._local": "pathlib"}  # by Python 3.13, whose tables every Python reads
 _KNOWN = {
     "pathlib": {"Path", "PosixPath"},
-    "pathlib._local": {"Path", "PosixPath"},  # where they are in Python 3.13
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -115,6 +115,7 @@ class _Reader(FileSystemReader):
 
 class _Table(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = _WRITTEN_AS.get(module, module)
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype) or name in _KNOWN.get(module, ()):
             return super().find_class(module, name)

@@ -167,14 +167,18 @@ class _Heedful(AbstractConnection):
             raise asyncio.CancelledError
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
-        """Like redis-py's; leaves a server that has become a replica also if it says so to a script."""
+        """Like redis-py's; leaves a server that can't serve this connection's commands any more."""
         try:
             return await cast(Any, super()).read_response(*args, **options)
         except ResponseError as error:
-            if not any(words in str(error) for words in _AS_REPLICA):
+            if not (why := self._why_to_leave(error)):
                 raise
             await self.disconnect(nowait=True)
-            raise redis.ConnectionError(f"the server is a replica: {error}") from error
+            raise redis.ConnectionError(f"{why}: {error}") from error
+
+    def _why_to_leave(self, error: ResponseError) -> str:
+        """A replica says so to a script, too."""
+        return "the server is a replica" if any(words in str(error) for words in _AS_REPLICA) else ""
 
     if sys.version_info < (3, 11, 3):
 
@@ -183,7 +187,7 @@ class _Heedful(AbstractConnection):
             return await asyncio.create_task(super().can_read_destructive())
 
 
-class _OfSlot(AbstractConnection):
+class _OfSlot(_Heedful):
     """Connects to a slot's primary; leaves a server that no longer is."""
 
     primary: SlotPrimary
@@ -192,15 +196,10 @@ class _OfSlot(AbstractConnection):
         self.host, self.port = await asyncio.to_thread(self.primary.find)
         await super()._connect()
 
-    async def read_response(self, *args: Any, **options: Any) -> Any:
-        """Like redis-py's."""
-        try:
-            return await cast(Any, super()).read_response(*args, **options)
-        except ResponseError as error:
-            if not (isinstance(error, _ELSEWHERE) or str(error).startswith(_ELSEWHERE_WORDS)):
-                raise
-            await self.disconnect(nowait=True)
-            raise redis.ConnectionError(f"slot {self.primary.slot} has moved, or is being moved: {error}") from error
+    def _why_to_leave(self, error: ResponseError) -> str:
+        if isinstance(error, _ELSEWHERE) or str(error).startswith(_ELSEWHERE_WORDS):
+            return f"slot {self.primary.slot} has moved, or is being moved"
+        return super()._why_to_leave(error)
 
 
 @functools.cache

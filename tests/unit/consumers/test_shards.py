@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sluice.consumers.training.ranks.sharding import shard_model
-from sluice.consumers.training.shards import ShardsBeside, load_shards, save_shards
+from sluice.consumers.training.shards import ShardsBeside, _Table, load_shards, save_shards
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import FsdpConfig
 from sluice.pipeline.errors import DataError
@@ -95,3 +96,8 @@ def test_a_table_with_code_is_refused_before_it_runs(
     with pytest.raises(CheckpointException, match="which the table of a checkpoint doesn't need"):
         load_shards(shards, step.model, step.optimizer)
     assert not trace.exists()
+
+
+@pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"])
+def test_a_table_of_any_python_is_read(module: bytes) -> None:
+    assert _Table(io.BytesIO(b"c%s\nPosixPath\n(S'part'\ntR." % module)).load() == Path("part")
