@@ -6,10 +6,10 @@
     test_vision.py       vLLM's own implementations of vision models (needs torchvision)
     test_gpu_lock.py     one GPU per process
 
-These tests have not been run on a GPU yet. What ran is the hf and vLLM tests on the CPU, and a small model in the place
-of the real size; memory, the lock and vLLM's own vision models have not run at all. The first red may well be a
-tolerance or a guess about CUDA. Timing never decides a test. Every engine ends with its module or test, so that the
-next one finds the memory free.
+docs/measured.md, "On a GPU", says which of them ran there. Of the others the hf and vLLM tests ran on the CPU, and a
+small model in the place of the real size; vLLM's share of the memory and its own vision models have not run at all. A
+first red may well be a tolerance or a guess about CUDA. Timing never decides a test. Every engine ends with its module
+or test, so that the next one finds the memory free.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +75,21 @@ def teacher_forced(directory: Path, dtype: torch.dtype, outputs: Sequence[Sequen
     return torch.cat(logprobs)
 
 
-def assert_off_by_rounding(outputs: Sequence[SequenceOutput], directory: Path) -> None:
-    """Decoded in bf16: as near to a plain bf16 pass as rounding lets two bf16 passes be.
+def assert_off_by_rounding(outputs: Sequence[SequenceOutput], directories: Mapping[int, Path]) -> None:
+    """Decoded in bf16: as near to a plain bf16 pass under each token's version as rounding lets two bf16 passes be.
 
-    What rounding makes of this model is measured: a plain bf16 pass against a plain fp32 one.
+    What rounding makes of these models is measured: a plain bf16 pass against a plain fp32 one.
     """
-    half = teacher_forced(directory, torch.bfloat16, outputs)
-    noise = (half - teacher_forced(directory, torch.float32, outputs)).abs()
     decoded = torch.tensor([value for output in outputs for value in output.logprobs])
-    error = (decoded - half).abs()
-    print(
-        f"bf16: decoded - plain {error.mean():.2e} nats, at most {error.max():.2e}; "
-        f"plain - fp32 {noise.mean():.2e}, at most {noise.max():.2e}"
-    )
-    assert error.mean() <= 2 * noise.mean() + 1e-3
-    assert error.max() <= 4 * noise.max() + 1e-2
+    versions = torch.tensor([version for output in outputs for version in output.versions])
+    assert set(versions.tolist()) == set(directories), "tokens of every version"
+    for version, directory in directories.items():
+        half = teacher_forced(directory, torch.bfloat16, outputs)
+        noise = (half - teacher_forced(directory, torch.float32, outputs)).abs()
+        error = (decoded - half).abs()[versions == version]
+        print(
+            f"version {version}, bf16: decoded - plain {error.mean():.2e} nats, at most {error.max():.2e}; "
+            f"plain - fp32 {noise.mean():.2e}, at most {noise.max():.2e}"
+        )
+        assert error.mean() <= 2 * noise.mean() + 1e-3
+        assert error.max() <= 4 * noise.max() + 1e-2

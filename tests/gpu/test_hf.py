@@ -23,9 +23,9 @@ from tests.gpu.engines import DEVICE, FP32, assert_off_by_rounding, hf_on_gpu
 TOKENS = 40
 
 
-def endless(prompt: list[int], seed: int = 0, temperature: float = 1.0) -> SequenceRequest:
+def endless(prompt: list[int], seed: int = 0, temperature: float = 1.0, tokens: int = TOKENS) -> SequenceRequest:
     """Ended by its length alone."""
-    sampling = SamplingParams(temperature=temperature, max_new_tokens=TOKENS)
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=tokens)
     return SequenceRequest(f"s{seed}", tuple(prompt), sampling, seed, eos_token_ids=())
 
 
@@ -78,4 +78,4 @@ def test_bf16_logprobs_are_off_by_rounding_alone(model_dir: Path) -> None:
     requests = [endless(prompt, seed) for seed, prompt in enumerate(ragged_prompts(9, seed=7))]
     with hf_on_gpu(ModelConfig(path=str(model_dir), dtype="bfloat16", device=DEVICE), max_batch=6) as backend:
         outputs = run(backend, *requests)
-    assert_off_by_rounding(outputs, model_dir)
+    assert_off_by_rounding(outputs, {0: model_dir})
