@@ -18,7 +18,7 @@ from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from sluice.workers.decode_worker import delta_of
 from tests.factories import decode_job, sequence_result
 
-DEADLINE_S = 45.0
+DEADLINE_S = 120.0
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,7 @@ from sluice.workers.engine.contracts import Backend
 from sluice.workers.job_prompts import JobPrompts
 from tests.roles import role_of
 
-_END_S = 20.0
+_END_S = 120.0
 
 
 @contextlib.asynccontextmanager

@@ -47,7 +47,7 @@ async def role_of(config: Config, role: str = "worker", name: str = "w") -> Asyn
         yield made
 
 
-async def eventually(holds: Callable[[], Awaitable[bool]], cause: str, deadline_s: float = 20.0) -> None:
+async def eventually(holds: Callable[[], Awaitable[bool]], cause: str, deadline_s: float = 60.0) -> None:
     """Poll until it holds; a failure names what did not happen."""
     until = time.monotonic() + deadline_s
     while not await holds():

@@ -69,8 +69,9 @@ def ctrl_c(call: Callable[[], Any], when: Callable[[], bool]) -> None:
         until = time.monotonic() + 20
         while not when() and time.monotonic() < until:
             time.sleep(0.01)
-        signal.raise_signal(signal.SIGINT)
+        signal.pthread_kill(main, signal.SIGINT)  # as the kernel does: it wakes the main thread's wait
 
+    main = threading.main_thread().ident or 0
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):

@@ -118,7 +118,7 @@ async def test_a_cancelled_sequence_leaves_and_the_others_go_on(backend: Backend
     await asyncio.sleep(0.02)
     for task in doomed:
         task.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert (await kept).token_ids == expected.token_ids
     assert all(task.cancelled() for task in await _settled(doomed))
 

@@ -35,7 +35,7 @@ async def test_an_odd_request_is_answered_with_its_error_alone(backend: Backend,
     beside = asyncio.create_task(backend.decode(request(PROMPT)))
     with pytest.raises(EngineError):
         await asyncio.wait_for(backend.decode(odd), 30)
-    assert (await asyncio.wait_for(beside, 30)).finish_reason == "length"
+    assert (await asyncio.wait_for(beside, 120)).finish_reason == "length"
     assert (await asyncio.wait_for(backend.decode(request(PROMPT)), 30)).finish_reason == "length"
 
 
@@ -53,7 +53,7 @@ async def test_aborting_what_is_whole_already_gives_the_whole(backend: Backend) 
     task = asyncio.create_task(backend.decode(asked))
     await asyncio.sleep(0)
     backend.abort("whole")
-    assert (await asyncio.wait_for(task, 30)).finish_reason == "length"
+    assert (await asyncio.wait_for(task, 120)).finish_reason == "length"
 
 
 @pytest.mark.parametrize("options", [{"eos_token_ids": 2}, {"pad_token_id": "x"}, {"eos_token_ids": ("a",)}])

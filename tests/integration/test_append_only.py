@@ -21,7 +21,7 @@ from sluice.pipeline.wire.keys import Keys
 from tests.killable_broker import KillableBroker
 from tests.roles import eventually
 
-_WAIT_S = 30.0
+_WAIT_S = 120.0
 
 
 class Cramped(KillableBroker):
@@ -32,7 +32,7 @@ class Cramped(KillableBroker):
         self.file = directory / "appendonlydir" / "appendonly.aof.2.incr.aof"
 
     def client(self) -> redis.Redis:
-        return redis.Redis.from_url(self.url, socket_timeout=5)
+        return redis.Redis.from_url(self.url, socket_timeout=60)
 
     def begin(self) -> None:
         """With a file that was written anew since the start, as after some time."""

@@ -49,7 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def settings(cluster: Cluster) -> BrokerConfig:
-    return BrokerConfig(url=cluster.url, cluster=True, retry_for_s=20)
+    return BrokerConfig(url=cluster.url, cluster=True, retry_for_s=120)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ async def test_a_stock_arq_client_asks_the_slots_primary(
     job = await pool.enqueue_job("shout", "hello", _queue_name=keys.jobs, _job_id=tagged(keys.run, "mine"))
     assert job is not None
     assert await job.status() == JobStatus.queued
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await worker.main()
         assert await job.result() == "HELLO"
     await pool.aclose(close_connection_pool=True)

@@ -148,7 +148,7 @@ gate = threading.Event()
 
 def right(text, truth, row):
     if text == "wait":
-        gate.wait(20)
+        gate.wait(120)
     return {"right": text == row["metadata"]["wanted"]}
 
 async def polite(text, truth, row):
@@ -167,7 +167,7 @@ async def test_reward_functions_score_what_comes_and_a_hung_one_costs_its_own_se
             RewardTerm(name="right", fn=f"{run_dir}/own.py:right"),
             RewardTerm(name="polite", fn=f"{run_dir}/own.py:polite", weight=0.5),
         ),
-        reward_timeout_s=0.5,
+        reward_timeout_s=5.0,
     )
     context = TaskContext(CONTEXT.codec, options, policy=PolicyConfig(enabled=True))
     for text in ("wait", "none", "seven"):
@@ -250,7 +250,7 @@ async def test_a_complete_run_ends_the_consumer(
     async with role_of(config_of(broker_config, keys, run_dir), "consumer", "c") as role:
         owner = Ownership(role.client, role.keys, "consumer:0")
         await owner.acquire(10, role.status.waiting)
-        await asyncio.wait_for(Consumer(role, 0, owner, TASK, CONTEXT).run(), 20)
+        await asyncio.wait_for(Consumer(role, 0, owner, TASK, CONTEXT).run(), 60)
 
 
 async def test_the_successor_of_a_killed_consumer_makes_the_same_batches(

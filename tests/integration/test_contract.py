@@ -24,9 +24,9 @@ def made(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> Any:
     return lambda **sections: run_config(broker_config, keys, run_dir, **sections)
 
 
-async def take_part(client: Any, config: Config, name: str, role: str = "worker") -> None:
+async def take_part(client: Any, config: Config, name: str, role: str = "worker", still_s: float = 0.5) -> None:
     status = StatusReporter(client, Keys(config.run), role, name)
-    await contract.take_part(client, config, status, wait_s=0.3, still_s=0.5)
+    await contract.take_part(client, config, status, wait_s=0.3, still_s=still_s)
 
 
 async def test_a_process_that_says_otherwise_is_told_which_key_and_both_values(client: Any, made: Any) -> None:
@@ -65,7 +65,7 @@ async def test_who_was_without_the_broker_for_long_comes_back_and_is_heard(clien
     """A wrongly configured process asks before the others beat again."""
     await take_part(client, made(), "back")
     old = await left_behind(client, keys, "back")
-    asks = asyncio.create_task(take_part(client, made(consumer={"count": 2}), "wrong"))
+    asks = asyncio.create_task(take_part(client, made(consumer={"count": 2}), "wrong", still_s=4.0))
     await asyncio.sleep(0.1)
     assert not asks.done()
     await client.hset(keys.processes, "back", msgspec.json.encode(old | {"at": old["at"] + ALIVE_S + 1}))
@@ -78,7 +78,7 @@ async def test_a_clock_that_is_late_makes_nobody_dead(client: Any, keys: Keys, m
     """Its rows look old, and change all the time."""
     await take_part(client, made(), "late")
     old = await left_behind(client, keys, "late")
-    asks = asyncio.create_task(take_part(client, made(consumer={"count": 2}), "wrong"))
+    asks = asyncio.create_task(take_part(client, made(consumer={"count": 2}), "wrong", still_s=4.0))
     while not asks.done():
         old["at"] += 0.01
         await client.hset(keys.processes, "late", msgspec.json.encode(old))
@@ -90,7 +90,7 @@ async def test_a_clock_that_is_late_makes_nobody_dead(client: Any, keys: Keys, m
 async def test_who_said_that_it_ended_is_not_waited_for(client: Any, keys: Keys, made: Any) -> None:
     await take_part(client, made(), "ended")
     await left_behind(client, keys, "ended", ended_at=1.7e9, error="x")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         status = StatusReporter(client, keys, "worker", "new")
         await contract.take_part(client, made(consumer={"count": 2}), status, wait_s=0, still_s=3600)
 

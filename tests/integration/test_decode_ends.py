@@ -45,7 +45,7 @@ def backend(source: Path) -> Iterator[HfBackend]:
 
 @pytest.fixture
 def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path) -> Config:
-    worker = {"lease_s": 5.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 0.0, "checkpoint_tokens": 4}
+    worker = {"lease_s": 60.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 0.0, "checkpoint_tokens": 4}
     return run_config(broker_config, keys, run_dir, worker=worker, model={"path": str(source)})
 
 
@@ -68,7 +68,7 @@ async def test_progress_of_a_running_sequence_reaches_the_next_worker(
             """In the engine's thread: the sequence is still running when its worker is stopped."""
             store(claim, index, progress)
             if progress.offset:
-                gate.wait(30)
+                gate.wait(120)
 
         worker._store = hold  # type: ignore[method-assign]
 
@@ -112,7 +112,7 @@ async def test_what_a_stopped_worker_has_of_a_sequence_is_stored_whole(
         def hold(claim: Claim, index: int, progress: Progress) -> None:
             """In the engine's thread: first until both run, then until the stop reaches the engine."""
             store(claim, index, progress)
-            until = time.monotonic() + 20
+            until = time.monotonic() + 120
             while worker._slots.running < 2 and time.monotonic() < until:
                 time.sleep(0.001)
             if progress.offset >= 6 and not is_held.is_set():
@@ -153,9 +153,9 @@ async def test_a_plain_call_is_answered_and_an_unknown_one_is_a_dead_letter(
     assert ping
     assert other
     async with working(config, backend):
-        assert (await ping.result(timeout=20, poll_delay=0.01))["worker"] == "w"
+        assert (await ping.result(timeout=60, poll_delay=0.01))["worker"] == "w"
         with pytest.raises(Exception, match=r"teapot.*decode, ping"):
-            await other.result(timeout=20, poll_delay=0.01)
+            await other.result(timeout=60, poll_delay=0.01)
     assert (await snapshot(client, keys)).reasons == {"dead:unknown_function": 1}
 
 

@@ -221,7 +221,7 @@ async def test_a_job_is_decoded_by_the_version_it_names_though_there_are_newer_o
     published = Published(client, keys, run_dir)
     for version in range(3):
         await published.publish(version)
-    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 1, "checkpoint_tokens": 0}
+    worker = {"lease_s": 30.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 1, "checkpoint_tokens": 0}
     model = {"path": str(run_dir / "model-0")}
     config = run_config(broker_config, keys, run_dir, worker=worker, model=model, deterministic=True)
     engine = HfBackend(config.model, max_batch=1)

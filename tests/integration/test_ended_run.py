@@ -31,6 +31,7 @@ from sluice.pipeline.status.snapshot import Snapshot
 from sluice.pipeline.wire.keys import Keys
 from tests.command import call
 from tests.integration.test_dlq_command import bury_one
+from tests.killable_broker import free_ports
 from tests.roles import eventually
 
 RUN = "ended"
@@ -269,7 +270,7 @@ def test_a_directory_without_data_is_no_run(tmp_path: Path, capsys: pytest.Captu
 
 async def read(url: str) -> str:
     def get() -> str:
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return answer.read().decode()
 
     return await asyncio.to_thread(get)
@@ -286,8 +287,7 @@ def holds(work: Callable[[], Awaitable[bool]]) -> Callable[[], Awaitable[bool]]:
 
 
 async def test_the_dashboard_shows_it_and_follows_the_run_when_it_is_back(config: Config) -> None:
-    with bind("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    [port] = free_ports(1)
     given = words([f"run={RUN}", f"run_dir={config.run_dir}", f"dashboard.port={port}",
                    f"broker.embedded_dir={config.broker.embedded_dir}"])  # fmt: skip
     command = [sys.executable, "-m", "sluice.pipeline.cli.main", "dashboard", "--allow-actions", *given]
@@ -317,8 +317,7 @@ async def test_the_dashboard_shows_it_and_follows_the_run_when_it_is_back(config
 async def test_the_dashboard_of_a_renamed_run_shows_what_its_broker_stored(config: Config, tmp_path: Path) -> None:
     provenance.store(config, tmp_path / "kept")
     shutil.copytree(config.broker.embedded_dir, tmp_path / "kept" / "broker")
-    with bind("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    [port] = free_ports(1)
     command = [sys.executable, "-m", "sluice.pipeline.cli.main", "dashboard", str(tmp_path / "kept")]
     serving = await asyncio.create_subprocess_exec(*command, "--set", f"dashboard.port={port}")
     url = f"http://127.0.0.1:{port}"

@@ -74,7 +74,7 @@ def supervised(directory: Path) -> Generator[subprocess.Popen[bytes]]:
         yield held
     finally:
         held.kill()
-        held.communicate(timeout=10)
+        held.communicate(timeout=60)
 
 
 def test_a_supervisor_that_was_killed_is_told_from_one_that_is_alive(tmp_path: Path) -> None:

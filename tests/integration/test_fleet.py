@@ -90,7 +90,7 @@ class Fleet:
             yield
         finally:
             stop.set()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await worker
 
 
@@ -102,7 +102,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def fleet(broker_config: BrokerConfig, client: Any, run_dir: Path, source: Path, tmp_path: Path) -> Fleet:
     model, lora = {"path": str(source), "device": "cpu"}, LoraConfig(rank=4)
-    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0, "lora": "requests"}
+    worker = {"lease_s": 30.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 60.0, "lora": "requests"}
     runs = {name: Keys(f"{name}-{uuid.uuid4().hex[:8]}") for name in ("poetry", "prose", "plain", "broken")}
     configs, entries = dict[str, Config](), list[FleetRun]()
     for name, keys in runs.items():

@@ -135,7 +135,7 @@ async def test_live_jobs_are_counted_and_listed_by_state(client: Any, keys: Keys
     for _ in range(2):  # two deaths: it runs alone from then on
         await queue.release([await claim(queue)], blame="it died")
     await queue.enqueue([decode_job(f"{keys.run}:r{number}") for number in range(5)], PLENTY)
-    await queue.enqueue_calls([Call(job_id=f"{keys.run}:later", function="f", defer_s=60)])
+    await queue.enqueue_calls([Call(job_id=f"{keys.run}:later", function="f", defer_s=600)])
     found = await live_jobs(client, keys)
     assert found.total == {"running": 1, "ready": 5, "deferred": 1, "alone": 1}
     names = [(row.job_id.removeprefix(f"{keys.run}:"), row.state) for row in found.rows]
@@ -147,7 +147,7 @@ async def test_live_jobs_are_counted_and_listed_by_state(client: Any, keys: Keys
     assert top.since is not None
     later = found.rows[-2].ready_at
     assert later is not None
-    assert 50 < later - time.time() < 70
+    assert 400 < later - time.time() <= 600
     few = await live_jobs(client, keys, state="ready", limit=2)
     assert ([row.job_id for row in few.rows], few.seen_all) == ([f"{keys.run}:r0", f"{keys.run}:r1"], False)
     assert [row.job_id for row in (await live_jobs(client, keys, search=":r3")).rows] == [f"{keys.run}:r3"]

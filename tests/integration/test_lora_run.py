@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import uuid
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,7 @@ async def test_a_run_with_kills_ends_with_the_adapter_of_one_without(
             break  # it ended before it came to that call
     await train(config)
     assert trained(config) == Counter(f"{number}-{member}:0" for number in range(6) for member in range(2))
-    unkilled = Keys(f"unkilled-{random.getrandbits(64):x}")
+    unkilled = Keys(f"unkilled-{uuid.uuid4().hex}")
     straight = config_of(broker_config, unkilled, run_dir / "unkilled", source, **every)
     await hand_on(client, unkilled, 0, 6)
     await train(straight)

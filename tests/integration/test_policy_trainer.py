@@ -58,7 +58,7 @@ def config_of(broker: BrokerConfig, keys: Keys, run_dir: Path, source: Path, sco
         keys,
         run_dir,
         producer={"samples_per_version": 2, "max_in_flight": 64},
-        trainer={"batch_wait_s": 5.0, "keep_rollouts": None, "learning_rate": 1e-3},
+        trainer={"batch_wait_s": 60.0, "keep_rollouts": None, "learning_rate": 1e-3},
         model={"path": str(source), "device": "cpu"},
         policy=PolicyConfig(enabled=True, **policy),
         scorer=ScorerConfig(count=scorers),

@@ -97,7 +97,7 @@ async def test_it_waits_for_credit_and_a_killed_one_goes_on_behind_its_cursor(
     await client.hset(keys.counts, "trained", 4)
     await is_full(client, keys, 8)
     await client.hset(keys.counts, "trained", 8)
-    await asyncio.wait_for(second, 20)
+    await asyncio.wait_for(second, 60)
     rest = await queued(client, keys)
     assert sorted(claim.job.truth for claim in rest if claim.job) == [4, 5, 6, 7, 8]
     assert (await snapshot(client, keys)).exhausted
@@ -112,7 +112,7 @@ async def test_staleness_holds_it_back_until_samples_are_trained(
     running = asyncio.create_task(produce(config))
     await is_full(client, keys, 3)
     await client.hset(keys.counts, "trained", 2)
-    await asyncio.wait_for(running, 20)
+    await asyncio.wait_for(running, 60)
     assert (await snapshot(client, keys)).enqueued == 5
 
 
@@ -157,7 +157,7 @@ async def test_skipped_rows_are_counted_once_however_often_it_starts(
     await client.hset(keys.counts, "trained", 9)
     await client.set(keys.latest, 9)
     for _ in range(2):
-        await asyncio.wait_for(produce(config), 20)
+        await asyncio.wait_for(produce(config), 60)
     now = await snapshot(client, keys)
     assert (now.enqueued, now.malformed_rows, now.exhausted) == (3, 2, True)
 
@@ -187,7 +187,7 @@ async def test_a_second_producer_waits_until_the_first_has_ended(
 ) -> None:
     config = config_of(broker_config, keys, tmp_path, [row(i) for i in range(4)], wide=2)
     first = asyncio.create_task(produce(config))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await is_full(client, keys, 2)
         second = asyncio.create_task(produce(config))
 

@@ -52,7 +52,7 @@ def make_config(broker_config: BrokerConfig, keys: Keys, tmp_path: Path, far: Fa
         path.write_text("".join(json.dumps(row) + "\n" for row in asks))
         peers = {"url": url or await far.start(), "gateway_url": await far.start_gateway()}
         producer = {"max_in_flight": credit, "samples_per_version": credit, "poll_s": 0.01, "group_size": group}
-        settings = RolloutConfig(**{**peers, "timeout_s": 20.0, **rollout})
+        settings = RolloutConfig(**{**peers, "timeout_s": 60.0, **rollout})
         return run_config(
             broker_config, keys, tmp_path / "runs", producer=producer, data=DataConfig(path=str(path)), rollout=settings
         )
@@ -68,7 +68,7 @@ def state(client: Any, keys: Keys) -> Look:
 async def cause_of(config: Config) -> BaseException:
     """What ends the producer."""
     with pytest.raises((SluiceError, ExceptionGroup)) as caught:
-        await asyncio.wait_for(produce(config), 20)
+        await asyncio.wait_for(produce(config), 60)
     return first_cause(caught.value)
 
 
@@ -83,7 +83,7 @@ async def test_every_member_of_every_group_is_asked_for_once_and_counted(
     make_config: MakeConfig, far: FarSide, state: Look, keys: Keys
 ) -> None:
     config = await make_config(3, group=2)
-    await asyncio.wait_for(produce(config), 20)
+    await asyncio.wait_for(produce(config), 60)
     now = await state()
     assert (now.enqueued, now.committed, now.total, now.exhausted) == (6, 6, 6, True)
     assert set(Counter(body["rollout_id"] for body in far.posted).values()) == {1}
@@ -124,7 +124,7 @@ async def test_a_row_whose_image_cannot_be_read_is_malformed_and_the_others_are_
     (tmp_path / "a.png").write_bytes(png())
     config = show(await make_config(), tmp_path, "a.png", "gone.png", "a.png?")
     (tmp_path / "a.png?").write_bytes(png("blue"))
-    await asyncio.wait_for(produce(config), 20)
+    await asyncio.wait_for(produce(config), 60)
     now = await state()
     assert (now.committed, now.malformed_rows, now.exhausted) == (2, 1, True)
     assert [body["metadata"]["row"] for body in far.posted] == ['"a.png"', '"a.png?"']
@@ -155,7 +155,7 @@ async def test_an_image_that_cannot_be_reached_now_skips_no_row(
     assert (await state()).malformed_rows == 0
     away.mkdir()
     (away / "a.png").write_bytes(png())
-    await asyncio.wait_for(produce(config), 20)
+    await asyncio.wait_for(produce(config), 60)
     now = await state()
     assert (now.committed, now.malformed_rows, now.exhausted) == (1, 0, True)
 
@@ -184,7 +184,7 @@ async def test_the_event_loop_runs_while_the_image_of_a_row_is_fetched(
     Path(config.data.path).write_text(json.dumps({**row, "images": [image]}))
     images = ImagesConfig(roots=(str(tmp_path),), hosts=(f"127.0.0.1:{site.port}",))
     config = msgspec.structs.replace(config, images=images)
-    await asyncio.wait_for(produce(config), 20)
+    await asyncio.wait_for(produce(config), 60)
     assert (await state()).committed == 1
     assert site.asked["/a.png"] == 1
 
@@ -196,7 +196,7 @@ async def test_keys_travel_in_headers_and_are_stored_and_logged_nowhere(
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     far.script = lambda _, body: web.json_response({"input": body["callback_api_key"]}, status=422)
-    await asyncio.wait_for(produce(await make_config(1)), 20)
+    await asyncio.wait_for(produce(await make_config(1)), 60)
     assert far.posted[0]["callback_api_key"] == "gateway-secret"
     assert ("/rollout", "Bearer server-secret") in far.headers
     assert ("/tools", "Bearer server-secret") in far.headers
@@ -217,7 +217,7 @@ async def test_a_busy_server_is_asked_again(make_config: MakeConfig, far: FarSid
     ]
     refusals = iter(words)
     far.script = lambda count, body: answer(body) if count > 3 else next(refusals)
-    await asyncio.wait_for(produce(await make_config(1)), 20)
+    await asyncio.wait_for(produce(await make_config(1)), 60)
     assert len(far.posted) == 4
     assert (await state()).committed == 1
 
@@ -226,7 +226,7 @@ async def test_a_busy_server_is_left_some_peace_whatever_it_says(
     make_config: MakeConfig, far: FarSide, state: Look
 ) -> None:
     far.script = lambda *_: web.Response(status=429, headers={"Retry-After": "0"})
-    await asyncio.wait_for(produce(await make_config(1, timeout_s=4.0)), 30)
+    await asyncio.wait_for(produce(await make_config(1, timeout_s=4.0)), 60)
     assert 1 <= len(far.posted) <= 8, "pauses double"
     assert (await state()).dropped == 1
 
@@ -236,7 +236,7 @@ async def test_the_reward_of_an_answer_goes_to_the_gateway(make_config: MakeConf
         return answer(body, reward=0.5) if body["metadata"]["row"] == "1" else answer(body)
 
     far.script = script
-    await asyncio.wait_for(produce(await make_config(2)), 20)
+    await asyncio.wait_for(produce(await make_config(2)), 60)
     assert sorted(far.rewards, key=str) == [0.5, None]
 
 
@@ -247,7 +247,7 @@ async def test_an_error_is_finished_as_one_and_the_run_goes_on(
         return answer(body, "ERROR", error_message="no") if body["metadata"]["row"] == "1" else answer(body)
 
     far.script = script
-    await asyncio.wait_for(produce(await make_config(3)), 20)
+    await asyncio.wait_for(produce(await make_config(3)), 60)
     now = await state()
     assert (now.committed, now.dropped, now.exhausted) == (2, 1, True)
     assert [status for _, status in far.finished].count("ERROR") == 1
@@ -268,7 +268,7 @@ async def test_what_is_no_answer_drops_that_rollout_alone(
     make_config: MakeConfig, far: FarSide, state: Look, answered: Callable[[Body], web.Response]
 ) -> None:
     far.script = lambda _, body: answered(body) if body["metadata"]["row"] == "0" else answer(body)
-    await asyncio.wait_for(produce(await make_config(2)), 20)
+    await asyncio.wait_for(produce(await make_config(2)), 60)
     now = await state()
     assert (now.committed, now.dropped, now.reasons) == (1, 1, {"dropped:rollout_error": 1})
     assert len(far.posted) == 2
@@ -281,7 +281,7 @@ async def test_a_server_that_dies_for_good_costs_what_it_held(
         raise ConnectionResetError
 
     far.script = hang_up
-    await asyncio.wait_for(produce(await make_config(2, timeout_s=1.0)), 20)
+    await asyncio.wait_for(produce(await make_config(2, timeout_s=1.0)), 60)
     now = await state()
     assert (now.dropped, now.reasons, now.exhausted) == (2, {"dropped:rollout_error": 2}, True)
 
@@ -301,7 +301,7 @@ async def test_a_server_that_is_not_there_yet_is_waited_for_by_name(
 
         await eventually(says_so, "the producer to say whom it waits for")
     await far.start(port)
-    await asyncio.wait_for(running, 20)
+    await asyncio.wait_for(running, 60)
     assert (await state()).committed == 2
 
 
@@ -327,7 +327,7 @@ async def test_no_more_than_so_many_are_in_hand(make_config: MakeConfig, far: Fa
     await eventually(three, "three requests")
     assert (await state()).enqueued == 3, "what cannot be asked for is not opened"
     release.set()
-    await asyncio.wait_for(running, 20)
+    await asyncio.wait_for(running, 60)
     assert (far.most, (await state()).committed) == (3, 9)
 
 
@@ -340,7 +340,7 @@ async def test_credit_holds(make_config: MakeConfig, far: FarSide, client: Any, 
 
     await eventually(waits, "the credit to be used up")
     await client.hset(keys.counts, "trained", len(far.posted))
-    await asyncio.wait_for(running, 20)
+    await asyncio.wait_for(running, 60)
     assert (await state()).enqueued == 6
 
 
@@ -363,8 +363,8 @@ async def test_a_restart_asks_again_for_what_is_open_and_opens_nothing_twice(
 
     await eventually(stuck, "four requests that hang")
     await end(first)
-    asked = {body["rollout_id"] for body in far.posted[2:]}
-    await asyncio.wait_for(produce(config), 20)
+    asked = {body["rollout_id"] for body in far.posted if body["metadata"]["row"] in ("1", "2")}
+    await asyncio.wait_for(produce(config), 60)
     now = await state()
     assert (now.enqueued, now.committed, now.exhausted) == (10, 10, True)
     assert {body["rollout_id"] for body in far.posted if far.asked(body["rollout_id"]) == 2} == asked
@@ -376,7 +376,7 @@ async def test_the_asynchronous_protocol_waits_for_the_gateway_and_asks_a_forget
     make_config: MakeConfig, far: FarSide, state: Look, forgets: int
 ) -> None:
     far.forgets = forgets
-    await asyncio.wait_for(produce(await make_config(3, protocol="async")), 20)
+    await asyncio.wait_for(produce(await make_config(3, protocol="async")), 60)
     assert ((await state()).committed, far.finished) == (3, [])
     assert len(far.posted) == 3 * (1 + forgets)
 
@@ -403,7 +403,7 @@ class Polled:
 async def test_a_result_is_asked_for_and_brings_the_reward(make_config: MakeConfig, far: FarSide, state: Look) -> None:
     far.script = script = Polled({"status": "success", "sample": {"reward": 0.75, "messages": []}})
     config = await make_config(1, protocol="polling")
-    await asyncio.wait_for(produce(config), 20)
+    await asyncio.wait_for(produce(config), 60)
     [body], [finished] = far.posted, far.finished
     rollout_id = finished[0]
     assert (finished[1], far.rewards, (await state()).committed) == ("COMPLETED", [0.75], 1)
@@ -425,7 +425,7 @@ async def test_what_ends_without_a_sample_is_an_error(
     make_config: MakeConfig, far: FarSide, state: Look, end: Body
 ) -> None:
     far.script = Polled(end)
-    await asyncio.wait_for(produce(await make_config(1, protocol="polling")), 20)
+    await asyncio.wait_for(produce(await make_config(1, protocol="polling")), 60)
     assert ([status for _, status in far.finished], (await state()).dropped) == (["ERROR"], 1)
 
 
@@ -436,7 +436,7 @@ async def test_a_server_that_lost_it_is_asked_again_under_another_name(
     make_config: MakeConfig, far: FarSide, lost: Body
 ) -> None:
     far.script = script = Polled(lost, {"status": "success"})
-    await asyncio.wait_for(produce(await make_config(1, protocol="polling")), 20)
+    await asyncio.wait_for(produce(await make_config(1, protocol="polling")), 60)
     assert (len(set(script.names)), far.rewards) == (2, [None])
 
 
@@ -451,7 +451,7 @@ async def test_a_restart_cancels_what_was_asked_for_before(make_config: MakeConf
     await eventually(asked, "the first request")
     await end(first)
     far.script = Polled({"status": "success"})
-    await asyncio.wait_for(produce(config), 20)
+    await asyncio.wait_for(produce(config), 60)
     [finished] = far.finished
     assert far.cancelled == [{"prefix": f"{finished[0]}."}]
     assert (await state()).committed == 1
@@ -459,7 +459,7 @@ async def test_a_restart_cancels_what_was_asked_for_before(make_config: MakeConf
 
 async def test_a_rollout_that_takes_too_long_is_cancelled(make_config: MakeConfig, far: FarSide, state: Look) -> None:
     far.script = script = Polled(*[{"status": "running"}] * 100_000)
-    await asyncio.wait_for(produce(await make_config(1, protocol="polling", timeout_s=1.0)), 20)
+    await asyncio.wait_for(produce(await make_config(1, protocol="polling", timeout_s=1.0)), 60)
     assert far.cancelled == [{"ids": script.names}]
     assert (await state()).dropped == 1
 

@@ -21,7 +21,7 @@ from tests.asking import Asked, answer, events, reading
 from tests.contract.engine_fixtures import started
 from tests.decode_workers import working
 from tests.integration.test_decode_worker import changed
-from tests.roles import run_config
+from tests.roles import eventually, run_config
 from tests.tiny_models import save_tiny_model
 
 LONG = SamplingParams(temperature=0.0, max_new_tokens=48)  # greedy does not end by itself here
@@ -124,7 +124,11 @@ async def test_a_running_sequence_is_cancelled_on_a_full_worker(
                 break
         assert isinstance(end, DeadLetter)
         assert (end.reason, end.state) == ("cancelled", "dropped")
-        assert job.job_id not in worker.held()
+
+        async def let_go() -> bool:
+            return job.job_id not in worker.held()
+
+        await eventually(let_go, "the worker to let go of what was cancelled")
     await asked.assert_balanced(enqueued=0, dropped=0, dead=0)
 
 
@@ -157,7 +161,7 @@ async def test_a_program_that_knows_only_arq_is_answered_too(
         async with working(config, backend):
             ends = await answer(expected)
             assert job is not None
-            assert await job.result(timeout=20, poll_delay=0.01) == {"committed": 2}
+            assert await job.result(timeout=60, poll_delay=0.01) == {"committed": 2}
     await pool.aclose(close_connection_pool=True)
     assert [end.seq_id for end in ends if isinstance(end, SequenceResult)] == [f"{job_id}:0", f"{job_id}:1"]
     await asked.assert_balanced(enqueued=0, replied=2)

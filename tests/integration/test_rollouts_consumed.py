@@ -77,7 +77,7 @@ async def test_every_rollout_is_accounted_for_to_the_last_byte(
         assert await client.xlen(keys.batches) == 0, "an open rollout may still bring results"
         await rollouts.drop("alone", "agent_error")
         assert await train_one_batch(role) == ["g:0", "g:0/1", "g:1"]
-        await asyncio.wait_for(running, 30)
+        await asyncio.wait_for(running, 60)
     assert await counts(client, keys) == {
         "enqueued": 5, "committed": 3, "accepted": 3, "trained": 3, "dropped": 2, "dropped:agent_error": 2,
     }  # fmt: skip

@@ -29,7 +29,7 @@ async def enqueue(queue: JobQueue, *names: str, n: int = 1) -> None:
     await queue.enqueue([decode_job(f"{queue.keys.run}:{name}", n=n) for name in names], PLENTY)
 
 
-async def claim(queue: JobQueue, capacity: int, lease_s: float = 30) -> list[Claim]:
+async def claim(queue: JobQueue, capacity: int, lease_s: float = 300) -> list[Claim]:
     return (await queue.claim(capacity, lease_s, 3)).claims
 
 
@@ -42,7 +42,7 @@ async def store_row(client: Redis, keys: Keys, name: str, age_s: float) -> None:
 async def test_ready_running_deferred_and_alone_are_told_apart(client: Redis, keys: Keys) -> None:
     queue = JobQueue(client, keys, worker="w-1")
     await enqueue(queue, "late", "a", "b", "c", "d")
-    await queue.release(await claim(queue, 1), delay_s=60)
+    await queue.release(await claim(queue, 1), delay_s=600)
     held = await claim(queue, 2)
     for _ in range(2):  # two workers die over it: from then on it runs alone
         suspect = JobQueue(client, keys, worker="dead")
@@ -54,7 +54,7 @@ async def test_ready_running_deferred_and_alone_are_told_apart(client: Redis, ke
     assert (depth.ready, depth.running, depth.deferred, depth.alone, depth.seen_all) == (1, 2, 1, 1, True)
     assert {lease.job_id for lease in now.leases} == {item.job_id for item in held}
     assert {(lease.worker, lease.attempt, lease.alone) for lease in now.leases} == {("w-1", 1, False)}
-    assert all(20 < lease.left_s <= 30 and lease.age_s >= 0 for lease in now.leases)
+    assert all(200 < lease.left_s <= 300 and lease.age_s >= 0 for lease in now.leases)
     assert (now.attempts, now.queued_jobs) == ({"1": 2}, 5)
 
 
@@ -171,12 +171,12 @@ async def test_a_hosts_clock_decides_neither_who_is_alive_nor_who_is_forgotten(
     assert set(rows) == {"silent", "w"}
     assert [row.name for row in now.alive("worker")] == ["w"]
     for value in (rows["w"].at, rows["w"].started, rows["w"].wait and rows["w"].wait.since):
-        assert value == pytest.approx(real(), abs=5)
+        assert value == pytest.approx(real(), abs=60)
     await status.beat()  # the host's clock has been put right
     await status.beat()
     [again] = [row for row in (await snapshot(client, keys)).processes if row.name == "w"]
-    assert (again.started, again.at) == (rows["w"].started, pytest.approx(real(), abs=5))
-    assert status.broker_time() == pytest.approx(real(), abs=5)
+    assert (again.started, again.at) == (rows["w"].started, pytest.approx(real(), abs=60))
+    assert status.broker_time() == pytest.approx(real(), abs=60)
 
 
 async def test_dead_rows_are_shown_for_an_hour_and_a_look_removes_none(client: Redis, keys: Keys) -> None:

@@ -21,7 +21,7 @@ from sluice.pipeline.http.server import bind
 from sluice.pipeline.run.supervisor import Child, Supervisor, last_line, last_reason
 from tests.roles import eventually
 
-QUICK: dict[str, Any] = {"restart_backoff_s": 0.01, "restart_backoff_max_s": 0.02, "stop_grace_s": 10.0}
+QUICK: dict[str, Any] = {"restart_backoff_s": 0.01, "restart_backoff_max_s": 0.02, "stop_grace_s": 60.0}
 
 
 def supervisor(tmp_path: Path, **changes: Any) -> Supervisor:
@@ -55,9 +55,10 @@ async def test_restarts_wait_longer_and_longer(tmp_path: Path) -> None:
     child = boss.children["c"]
     delays = []
     for _ in range(3):
+        before = time.monotonic()
         boss._after_failure(child, 9)
-        delays.append(child.due - time.monotonic())
-    assert delays == pytest.approx([0.5, 1.0, 2.0], abs=0.2)
+        delays.append((child.due - time.monotonic(), child.due - before))
+    assert all(least <= delay <= most for delay, (least, most) in zip((0.5, 1.0, 2.0), delays, strict=True)), delays
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError, ModelError])
@@ -65,14 +66,14 @@ async def test_an_error_that_comes_again_is_final_with_its_message(tmp_path: Pat
     boss = supervisor(tmp_path)
     boss.add("trainer", python(f"print('error: what to do', file=sys.stderr); sys.exit({kind.exit_code})"))
     with pytest.raises(kind, match="trainer stopped: what to do"):
-        await asyncio.wait_for(boss.run(), 20)
+        await asyncio.wait_for(boss.run(), 120)
 
 
 async def test_too_many_restarts_end_with_the_last_line_of_the_log(tmp_path: Path) -> None:
     boss = supervisor(tmp_path, max_restarts=2)
     boss.add("c", python("print('out of memory'); sys.exit(1)"))
     with pytest.raises(SluiceError, match="c ended 3 times, last with exit code 1: out of memory"):
-        await asyncio.wait_for(boss.run(), 30)
+        await asyncio.wait_for(boss.run(), 120)
     assert boss.failed is boss.children["c"]
 
 
@@ -98,7 +99,7 @@ async def test_a_killed_child_is_not_said_to_have_ended_by_what_it_wrote_last(tm
     boss = supervisor(tmp_path, max_restarts=1)
     boss.add("c", python("print('weights loaded', flush=True); os.kill(os.getpid(), signal.SIGKILL)"))
     with pytest.raises(SluiceError, match=r"c ended 2 times, last: killed \(SIGKILL\), perhaps for memory"):
-        await asyncio.wait_for(boss.run(), 30)
+        await asyncio.wait_for(boss.run(), 120)
 
 
 async def test_old_restarts_are_forgiven(tmp_path: Path) -> None:
@@ -111,20 +112,19 @@ async def test_old_restarts_are_forgiven(tmp_path: Path) -> None:
 
 
 async def test_stop_asks_first_and_kills_after_the_grace_time(tmp_path: Path) -> None:
-    boss = supervisor(tmp_path, stop_grace_s=1.0)
-    boss.add(
-        "polite",
-        python("signal.signal(15, lambda *_: sys.exit(print('bye')))\nprint('up', flush=True)\ntime.sleep(99)"),
-    )
-    boss.add("deaf", python("signal.signal(15, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(99)"))
-    care = asyncio.create_task(boss.run())
-    logs = [child.log for child in boss.children.values()]
-    await until(lambda: all(log.exists() and last_line(log) == "up" for log in logs), "both children")
-    care.cancel()
-    processes = {name: child.process for name, child in boss.children.items()}
-    await boss.stop()
-    assert last_line(boss.children["polite"].log) == "bye"
-    assert {name: process.returncode for name, process in processes.items() if process} == {"polite": 0, "deaf": -9}
+    ends = {"polite": "lambda *_: sys.exit(print('bye'))", "deaf": "signal.SIG_IGN"}
+    found: dict[str, tuple[int | None, str]] = {}
+    for name, end in ends.items():
+        boss = supervisor(tmp_path, stop_grace_s=1.0 if name == "deaf" else 60.0)
+        boss.add(name, python(f"signal.signal(15, {end})\nprint('up', flush=True)\ntime.sleep(99)"))
+        care = asyncio.create_task(boss.run())
+        log = boss.children[name].log
+        await until(lambda log=log: log.exists() and last_line(log) == "up", "the child")
+        care.cancel()
+        process = boss.children[name].process
+        await boss.stop()
+        found[name] = process and process.returncode, last_line(log)
+    assert found == {"polite": (0, "bye"), "deaf": (-9, "up")}
 
 
 GRANDCHILDREN = """
@@ -187,7 +187,7 @@ async def test_every_death_is_told_and_a_hearer_that_fails_or_hangs_holds_up_not
     await until(lambda: min(boss.children[name].starts for name in ("fails", "hangs")) > 2, "the third starts")
     await until(lambda: boss.children["well"].done, "the one that ends well")
     care.cancel()
-    await asyncio.wait_for(boss.stop(), 30)
+    await asyncio.wait_for(boss.stop(), 120)
     for name in ("fails", "hangs"):
         pids = grandchildren(boss.children[name].log)
         assert [pid for told, pid in heard if told == name][:2] == pids[:2]
@@ -228,15 +228,15 @@ def gone(pid: int) -> bool:
 def test_a_tethered_child_ends_with_a_parent_that_is_killed() -> None:
     code = (
         "import subprocess, sys, time\nfrom sluice.pipeline.child_process import tethered\n"
-        "child = subprocess.Popen(tethered([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(9)']),"
-        " stdout=subprocess.PIPE)\nchild.stdout.readline()\nprint(child.pid, flush=True)\ntime.sleep(99)"
+        "child = subprocess.Popen(tethered([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(99)'"
+        "]), stdout=subprocess.PIPE)\nchild.stdout.readline()\nprint(child.pid, flush=True)\ntime.sleep(99)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout
         pid = int(parent.stdout.readline())
         assert not gone(pid)
         parent.send_signal(signal.SIGKILL)
-    until_s = time.monotonic() + 10
+    until_s = time.monotonic() + 60
     while not gone(pid):
         assert time.monotonic() < until_s, "the child outlives its parent"
         time.sleep(0.02)
@@ -244,7 +244,7 @@ def test_a_tethered_child_ends_with_a_parent_that_is_killed() -> None:
 
 def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
     command = [sys.executable, "-m", "sluice.pipeline.child_process", str(os.getpid() + 1), "echo", "started"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -277,7 +277,7 @@ with socket.socket(fileno=int(os.environ["SLUICE_LISTENER"])) as listener:
     running = asyncio.create_task(own.run())
 
     def ask() -> int:
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as called:
+        with socket.create_connection(("127.0.0.1", port), timeout=120) as called:
             return int(called.recv(20))
 
     first = await asyncio.to_thread(ask)

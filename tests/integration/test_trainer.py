@@ -165,7 +165,7 @@ async def test_steps_go_on_while_a_checkpoint_is_written(
 
     def slowly(self: checkpoint.Unfinished, state: checkpoint.TrainerState, *rest: Any) -> Path:
         writing.set()
-        assert go_on.wait(60)
+        assert go_on.wait(120)
         written.append(state.step)
         return real(self, state, *rest)
 
@@ -210,7 +210,7 @@ async def test_a_checkpoint_beside_the_steps_has_its_time(
     await hand_on(client, keys, 0, 3)
     disk = threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.Unfinished, "complete", lambda *_: disk.wait(60))
+        patch.setattr(checkpoint.Unfinished, "complete", lambda *_: disk.wait(120))
         with pytest.raises(ExceptionGroup) as caught:
             await train(config, source)
         disk.set()
@@ -230,7 +230,7 @@ async def test_a_save_that_outlasts_its_role_replaces_nothing_of_its_successor(
     def slow(directory: Path) -> dict[str, str]:
         if not began.is_set():
             began.set()
-            assert go.wait(60)
+            assert go.wait(240)
         return digests(directory)
 
     def inodes() -> list[int]:
@@ -239,7 +239,7 @@ async def test_a_save_that_outlasts_its_role_replaces_nothing_of_its_successor(
 
     monkeypatch.setattr(checkpoint, "_digests", slow)
     replaced = asyncio.create_task(train(config, source))
-    assert await asyncio.to_thread(began.wait, 30)
+    assert await asyncio.to_thread(began.wait, 120)
     await client.delete(f"{keys.owner}trainer")  # its claim has expired
     await train(config, source)
     files = inodes()
@@ -348,27 +348,30 @@ async def test_groups_that_are_filtered_are_progress(
     broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
 ) -> None:
     """Easy or hard prompts alone: the producer sends others in their place, so the trainer waits on. Then it ends."""
-    config = config_of(broker_config, keys, run_dir, batch_wait_s=2.0)
-    started = time.monotonic()
+    config = config_of(broker_config, keys, run_dir, batch_wait_s=4.0)
+    started = last = time.monotonic()
 
     async def filter_groups(until_s: float) -> None:
+        nonlocal last
         while time.monotonic() - started < until_s:
+            last = time.monotonic()
             for name in ("enqueued", "dropped", "dropped:zero_variance"):
                 await client.hincrby(keys.counts, name, 2)
             await asyncio.sleep(0.3)
 
     async def consume() -> None:
-        await filter_groups(5.0)
+        await filter_groups(6.0)
         await hand_on(client, keys, 0, 1, last=False)
-        await filter_groups(8.0)
+        await filter_groups(11.0)
 
     consuming = asyncio.create_task(consume())
     with pytest.raises(ExceptionGroup) as caught:
         await train(config, source)
+    ended = time.monotonic()
     await consuming
-    assert "no training batch for 2 s" in str(first_cause(caught.value))
+    assert "no training batch for 4 s" in str(first_cause(caught.value))
     assert trained(config).total() == 2
-    assert time.monotonic() - started > 9.5
+    assert ended - last > 4
 
 
 async def test_a_batch_that_the_broker_brings_again_is_counted_but_not_trained(
@@ -456,7 +459,7 @@ async def test_a_broker_whose_data_are_gone_repeats_no_training(
 async def test_a_trainer_whose_broker_is_flushed_says_so(
     broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
 ) -> None:
-    config = config_of(broker_config, keys, run_dir, batch_wait_s=20)
+    config = config_of(broker_config, keys, run_dir, batch_wait_s=120)
     await hand_on(client, keys, 0, 1, last=False)
     training = asyncio.create_task(train(config, source))
     await eventually(lambda: is_trained(client, keys, 2), "the first step")

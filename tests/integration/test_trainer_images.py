@@ -59,7 +59,7 @@ def config_of(broker: BrokerConfig, keys: Keys, run_dir: Path, source: Path, roo
         images=ImagesConfig(roots=(str(root),), fetch_timeout_s=2),
         producer={"samples_per_version": 4, "max_in_flight": 64},
         consumer={"row_tokens": 128},
-        trainer={"batch_wait_s": 5, "micro_batch_tokens": 512, **trainer},
+        trainer={"batch_wait_s": 60, "micro_batch_tokens": 512, **trainer},
     )
 
 

@@ -37,7 +37,7 @@ def make_worker(broker_config: BrokerConfig, client: Redis, keys: Keys) -> MakeW
     def make(
         *functions: Any, name: str = "w", settings: dict[str, Any] | None = None, on: Keys = keys, **options: Any
     ) -> ArqWorker:
-        section = WorkerConfig(**{"poll_s": 0.01, "lease_s": 10.0, "renew_s": 0.1, "drain_s": 5.0, **(settings or {})})
+        section = WorkerConfig(**{"poll_s": 0.01, "lease_s": 60.0, "renew_s": 0.1, "drain_s": 60.0, **(settings or {})})
         config = Config(run=on.run, broker=broker_config, worker=section)
         options = {"burst": True, "handle_signals": False, **options}
         return ArqWorker(functions, client=client, keys=on, config=config, name=name, **options)

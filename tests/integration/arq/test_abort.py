@@ -57,7 +57,7 @@ async def begun(long: Long, job: Job) -> None:
 
 
 async def abort(job: Job) -> bool:
-    return await job.abort(timeout=10, poll_delay=0.01)
+    return await job.abort(timeout=60, poll_delay=0.01)
 
 
 async def test_a_running_job_is_cancelled_and_its_neighbours_go_on(

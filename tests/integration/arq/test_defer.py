@@ -29,10 +29,11 @@ async def test_defer_until_is_the_score(foreign: ArqRedis, keys: Keys) -> None:
 
 
 async def test_defer_by_counts_from_now(foreign: ArqRedis, keys: Keys) -> None:
+    before = time.time()
     job = await foreign.enqueue_job("when", _defer_by=timedelta(seconds=20))
     assert job is not None
-    left_s = (await foreign.zscore(keys.jobs, job.job_id) or 0) / 1000 - time.time()
-    assert left_s == pytest.approx(20, abs=2)
+    due = (await foreign.zscore(keys.jobs, job.job_id) or 0) / 1000
+    assert before + 19.99 <= due <= time.time() + 20.01
 
 
 async def test_by_and_until_together_are_refused(foreign: ArqRedis) -> None:
@@ -49,7 +50,8 @@ async def test_a_deferred_job_waits_and_then_runs(foreign: ArqRedis, make_worker
     later = await foreign.enqueue_job("when", **deferral)
     now = await foreign.enqueue_job("when")
     assert later is not None
-    assert await later.status() == JobStatus.deferred
+    status = await later.status()
+    assert status == JobStatus.deferred or time.time() >= due
     worker = make_worker(func(when, name="when"))
     await burst(worker)  # a burst waits for deferred jobs too
     first, second = await answer(now), await answer(later)

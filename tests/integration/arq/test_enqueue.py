@@ -73,7 +73,7 @@ async def test_an_id_is_refused_while_it_runs_and_while_its_result_is_kept(
     job = await foreign.enqueue_job("wait", _job_id=f"{keys.run}:a")
     assert job is not None
     async with serving(make_worker(func(wait, name="wait"))):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await started.wait()
         assert await foreign.enqueue_job("wait", _job_id=job.job_id) is None
         go.set()
@@ -120,7 +120,7 @@ async def test_what_runs_is_still_listed(foreign: ArqRedis, make_worker: MakeWor
 
     job = await foreign.enqueue_job("wait", 7)
     async with serving(make_worker(func(wait, name="wait"))):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await started.wait()
         [listed] = await foreign.queued_jobs()
         assert (listed.job_id, listed.function, list(listed.args)) == (job and job.job_id, "wait", [7])

@@ -47,7 +47,7 @@ def backend(source: Path) -> Iterator[HfBackend]:
 
 @pytest.fixture
 def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path) -> Config:
-    worker = {"lease_s": 5.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 0.0}
+    worker = {"lease_s": 60.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 0.0}
     return run_config(broker_config, keys, run_dir, worker=worker, model={"path": str(source)})
 
 
@@ -141,7 +141,7 @@ async def test_a_running_decode_job_is_aborted_and_its_neighbour_goes_on(
     assert doomed is not None
     async with working(config, backend) as worker:
         await reaches(doomed, JobStatus.in_progress)
-        assert await doomed.abort(timeout=15, poll_delay=0.01) is True
+        assert await doomed.abort(timeout=60, poll_delay=0.01) is True
         assert await answer(good) == {"committed": 2}
         await until(lambda: not worker.held(), "the worker to let go of the job")
     ids = [row.seq_id for row in await rows(client, keys)]

@@ -78,10 +78,9 @@ async def test_what_does_not_finish_in_time_runs_again_elsewhere(
     short, long = await foreign.enqueue_job("wait"), await foreign.enqueue_job("wait", patient=True)
     assert short is not None
     assert long is not None
-    worker = make_worker(gate.function(), burst=False, settings={"drain_s": 0.5, "lease_s": 600.0})
+    worker = make_worker(gate.function(), burst=False, settings={"drain_s": 3.0, "lease_s": 600.0})
     task = asyncio.create_task(worker.main())
-    for job in (short, long):
-        await reaches(job, JobStatus.in_progress)
+    await until(lambda: len(gate.tries) == 2, "both jobs to run")
     worker.handle_sig(signal.SIGTERM)
     gate.open.set()
     async with asyncio.timeout(DEADLINE_S):
@@ -100,8 +99,10 @@ async def test_a_cancelled_function_ends_before_its_worker_shuts_down(
 ) -> None:
     """What `on_shutdown` closes is used in its `finally`."""
     order: list[str] = []
+    began = asyncio.Event()
 
     async def tidy(ctx: dict[Any, Any]) -> None:
+        began.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -116,7 +117,7 @@ async def test_a_cancelled_function_ends_before_its_worker_shuts_down(
     assert job is not None
     worker = make_worker(func(tidy, name="tidy"), burst=False, settings={"drain_s": 0.0}, on_shutdown=shut_down)
     task = asyncio.create_task(worker.main())
-    await reaches(job, JobStatus.in_progress)
+    await until(began.is_set, "the job to run")
     worker.handle_sig(signal.SIGTERM)
     async with asyncio.timeout(DEADLINE_S):
         await task
@@ -150,11 +151,11 @@ async def test_a_stop_costs_no_try(foreign: ArqRedis, make_worker: MakeWorker, g
     """Differs from arq, which counts it: a job of one try would fail for its worker's restart."""
     job = await foreign.enqueue_job("wait", patient=True)
     assert job is not None
-    for name in ("one", "two"):
+    for attempt, name in enumerate(("one", "two"), 1):
         worker = make_worker(gate.function(), name=name, burst=False, max_tries=1, settings={"drain_s": 0.0})
         gate.open.clear()
         task = asyncio.create_task(worker.main())
-        await reaches(job, JobStatus.in_progress)
+        await until(lambda: len(gate.tries) == attempt, "the job to run")  # noqa: B023 - called in this turn alone
         worker.stop.set()
         worker.wake.set()
         async with asyncio.timeout(DEADLINE_S):

@@ -31,8 +31,9 @@ async def test_a_job_goes_through_all_of_them(foreign: ArqRedis, make_worker: Ma
     assert await job.status() == JobStatus.not_found
     assert await job.info() is None
     assert await job.result_info() is None
-    await foreign.enqueue_job("wait", 1, 2, c=3, _job_id=job.job_id, _defer_by=0.3)
+    await foreign.enqueue_job("wait", 1, 2, c=3, _job_id=job.job_id, _defer_by=3600)
     assert await job.status() == JobStatus.deferred
+    await foreign.zadd(keys.jobs, {job.job_id: time.time() * 1000})  # its time has come
     await reaches(job, JobStatus.queued)
     assert await job.result_info() is None
     async with serving(make_worker(func(wait, name="wait"))):
@@ -58,8 +59,8 @@ async def test_info_of_a_queued_job(foreign: ArqRedis) -> None:
     info = await job.info() if job else None
     assert info is not None
     assert (info.function, list(info.args), info.kwargs, info.job_try) == ("anything", [123], {"a": 456}, None)
-    assert abs((info.score or 0) / 1000 - before) < 1
-    assert abs(info.enqueue_time - datetime.now(UTC)) < timedelta(seconds=1)
+    assert abs((info.score or 0) / 1000 - before) < 60
+    assert abs(info.enqueue_time - datetime.now(UTC)) < timedelta(seconds=60)
 
 
 async def test_a_damaged_payload_is_an_error_of_info(foreign: ArqRedis) -> None:
@@ -94,7 +95,7 @@ async def test_jobs_of_ours_look_like_arqs(
     queue = JobQueue(client, keys)
     calls = [
         Call(job_id=f"{keys.run}:now", function="add", args=(1,), kwargs={"b": 2}),
-        Call(job_id=f"{keys.run}:later", function="add", args=(3, 4), defer_s=0.3),
+        Call(job_id=f"{keys.run}:later", function="add", args=(3, 4), defer_s=3600),
         Call(job_id=f"{keys.run}:first", function="add", args=(5, 6), priority=3),
     ]
     assert await queue.enqueue_calls(calls) == ["enqueued"] * 3
@@ -102,6 +103,7 @@ async def test_jobs_of_ours_look_like_arqs(
     assert [await job.status() for job in jobs] == [JobStatus.queued, JobStatus.deferred, JobStatus.queued]
     assert [one.job_id for one in await foreign.queued_jobs()] == [jobs[i].job_id for i in (2, 0, 1)]
     assert await foreign.enqueue_job("add", 0, 0, _job_id=jobs[0].job_id) is None
+    await client.zadd(keys.jobs, {jobs[1].job_id: time.time() * 1000})  # its time has come
     async with serving(make_worker(func(add, name="add"))):
         assert [await answer(job) for job in jobs] == [3, 7, 11]
     assert await queue.enqueue_calls(calls) == ["done"] * 3
@@ -113,4 +115,4 @@ async def test_the_times_of_our_decode_jobs_are_true(foreign: ArqRedis, keys: Ke
     info = await Job(f"{keys.run}:a", foreign, keys.jobs, foreign.job_deserializer).info()
     assert info is not None
     assert info.function == "decode"
-    assert abs(info.enqueue_time - datetime.now(UTC)) < timedelta(seconds=5)
+    assert abs(info.enqueue_time - datetime.now(UTC)) < timedelta(seconds=60)

@@ -88,11 +88,11 @@ async def test_a_job_may_run_longer_than_a_lease(foreign: ArqRedis, make_worker:
 
     async def long(ctx: dict[Any, Any]) -> int:
         runs.append(ctx["job_try"])
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(5.5)
         return ctx["job_try"]
 
     job = await foreign.enqueue_job("long")
-    settings = {"lease_s": 0.6, "renew_s": 0.1}
+    settings = {"lease_s": 4.0, "renew_s": 0.1}
     one, two = (make_worker(func(long, name="long"), name=name, settings=settings) for name in ("one", "two"))
     await burst(one, two)
     assert await answer(job) == 1
@@ -116,7 +116,7 @@ async def test_an_attempt_that_swallows_its_cancellation_takes_no_limit_from_the
         return "late"
 
     job = await foreign.enqueue_job("holds_on", _job_id=f"{keys.run}:a")
-    worker = make_worker(func(holds_on, name="holds_on"), job_timeout=1.0)
+    worker = make_worker(func(holds_on, name="holds_on"), job_timeout=5.0)
     async with serving(worker):
         await until(lambda: tries, "the first attempt")
         await worker.leases.queue.release([Claim(job_id=f"{keys.run}:a", attempt=1, enqueued_at=0)])  # loses its lease

@@ -18,7 +18,7 @@ class Answer:
 
 def ask(port: int, path: str, headers: Mapping[str, str] = {}, body: str | None = None) -> Answer:
     """One request; the `Host` is the address unless `headers` has one."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET" if body is None else "POST", path, body, dict(headers))
         return Answer(connection.getresponse())

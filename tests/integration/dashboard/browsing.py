@@ -31,7 +31,7 @@ class Watched:
 
     def __init__(self, page: Page, url: str) -> None:
         self.page, self.url, self.faults = page, url, list[str]()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(60_000)
         page.on("console", lambda message: self._note(message.type in ("error", "warning"), message.text))
         page.on("pageerror", lambda error: self._note(True, str(error)))
         page.on("request", lambda one: self._note(urlsplit(one.url).netloc != urlsplit(url).netloc, f"asks {one.url}"))

@@ -31,9 +31,9 @@ def get(site: Site, path: str, **headers: str) -> Answer:
 
 def until(site: Site, path: str, words: str) -> str:
     """The page once it says so."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while words not in (text := get(site, path).text):
-        assert time.monotonic() < deadline, f"waited 20 s for {words!r} on {path}"
+        assert time.monotonic() < deadline, f"waited 60 s for {words!r} on {path}"
         time.sleep(0.1)
     return text
 

@@ -61,10 +61,10 @@ async def serving(config: Config, backend: HfBackend | None, key: str = "none") 
         ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         gateway = asyncio.create_task(run_gateway(role, 0, ready.set_result))
         scope.push_async_callback(_end, role, gateway)
-        await asyncio.wait({ready, gateway}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({ready, gateway}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
         url = f"http://127.0.0.1:{ready.result()}"
         http = await scope.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)))
-        client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120)
         scope.push_async_callback(client.close)
         yield Gateway(url, http, client)
 

@@ -133,7 +133,7 @@ def third_party_agent(gateway: Gateway, rollout_id: str) -> Agent:
     """As its manual says, with tools of its own; nothing in it knows of rollouts but a header."""
     headers = {"X-Rollout-Id": rollout_id}
     client = AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key="none", default_headers=headers, max_retries=0, timeout=30
+        base_url=f"{gateway.url}/v1", api_key="none", default_headers=headers, max_retries=0, timeout=120
     )
     model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
     agent = Agent(model)

@@ -54,7 +54,7 @@ def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path)
 def anthropic_client(gateway: Gateway, path: str = "", **headers: str) -> Any:
     anthropic = pytest.importorskip("anthropic")
     return anthropic.AsyncAnthropic(
-        base_url=gateway.url + path, api_key="none", default_headers=headers, max_retries=0, timeout=30
+        base_url=gateway.url + path, api_key="none", default_headers=headers, max_retries=0, timeout=120
     )
 
 

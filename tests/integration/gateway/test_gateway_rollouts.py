@@ -46,7 +46,7 @@ async def test_a_base_url_is_enough(
 ) -> None:
     async with serving(config, backend) as gateway:
         url = f"{gateway.url}/rollouts/{quote(rollout_id, safe='')}/v1"
-        agent = AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30)
+        agent = AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
         messages: list[Any] = [USER]
         for _ in range(2):
             answer: Any = await agent.chat.completions.create(model="policy", messages=messages, **SHORT)

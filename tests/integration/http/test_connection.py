@@ -146,7 +146,7 @@ def slow(whole: bytes, piece: int = 1) -> Iterator[bytes]:
     ids=["silent", "blank", "a byte", "slow head", "slow blanks", "no body", "slow", "long", "chunks", "half a second"],
 )
 async def test_who_does_not_go_on_is_cut_off(pieces: Iterator[bytes], pause_s: float, expected: bytes) -> None:
-    async with served(application(), connection=Hasty) as site, asyncio.timeout(5):
+    async with served(application(), connection=Hasty) as site, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
 
         async def send() -> None:
@@ -179,17 +179,17 @@ async def test_who_does_not_read_is_cut_off() -> None:
 
 
 class Brisk(Connection):
-    write_s = 0.5
+    write_s = 2.0
 
 
 async def test_who_reads_slowly_gets_it_all() -> None:
-    async with served(application(), connection=Brisk) as site, asyncio.timeout(30):
+    async with served(application(), connection=Brisk) as site, asyncio.timeout(120):
         reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
         writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         size = 0
         while piece := await reader.read(1 << 19):
             size += len(piece)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
         assert size > 30_000_000
         writer.close()
 
@@ -197,17 +197,20 @@ async def test_who_reads_slowly_gets_it_all() -> None:
 async def test_a_body_that_the_application_does_not_read_is_nobodys_delay() -> None:
     read = asyncio.Event()
 
+    class Prompt(Connection):
+        head_s = body_silent_s = body_s = write_s = 2.0
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await read.wait()
         await inner(scope, receive, send)
 
     inner = application()
-    async with served(app, connection=Hasty) as site, asyncio.timeout(10):
+    async with served(app, connection=Prompt) as site, asyncio.timeout(60):
         size = 3_000_000
         head = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % size
         asked = asyncio.create_task(site.exchange(head + b"x" * size))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(2.5)
         read.set()
         assert (await asked).endswith(b"3000000")
 
@@ -216,7 +219,7 @@ async def test_at_the_limit_the_oldest_silent_one_makes_room() -> None:
     class Few(Connection):
         max_connections = 3
 
-    async with served(application(), connection=Few) as site, asyncio.timeout(10):
+    async with served(application(), connection=Few) as site, asyncio.timeout(60):
         silent = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(3)]
         for _ in range(5):
             assert await status(site, GET + b"Connection: close\r\n\r\n") == 200
@@ -229,7 +232,7 @@ async def test_at_the_limit_of_busy_ones_the_next_is_told() -> None:
     class Few(Connection):
         max_connections = 2
 
-    async with served(application(), connection=Few) as site, asyncio.timeout(10):
+    async with served(application(), connection=Few) as site, asyncio.timeout(60):
         busy = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(2)]
         for _, writer in busy:
             writer.write(POST + b"Content-Length: 9\r\n\r\n")
@@ -257,7 +260,7 @@ async def test_at_the_limit_health_and_metrics_are_answered(path: bytes) -> None
     class Few(Connection):
         max_connections = 2
 
-    async with served(application(), connection=Few) as site, asyncio.timeout(20), AsyncExitStack() as scope:
+    async with served(application(), connection=Few) as site, asyncio.timeout(60), AsyncExitStack() as scope:
         await occupied(site, 2, scope)
         for _ in range(3 * RESERVED):
             assert await status(site, GET.replace(b"/ ", path + b" ") + b"Connection: close\r\n\r\n") == 200
@@ -279,7 +282,7 @@ async def test_nobody_holds_the_places_that_are_kept_for_health() -> None:
     class Few(Connection):
         max_connections = 2
 
-    async with served(application(), connection=Few) as site, asyncio.timeout(20), AsyncExitStack() as scope:
+    async with served(application(), connection=Few) as site, asyncio.timeout(60), AsyncExitStack() as scope:
         await occupied(site, 2 + 2 * RESERVED, scope)
         for _ in range(2 * RESERVED):
             _, writer = await asyncio.open_connection("127.0.0.1", site.port)
@@ -289,7 +292,10 @@ async def test_nobody_holds_the_places_that_are_kept_for_health() -> None:
 
 
 async def test_hundreds_of_silent_ones_are_gone_and_others_are_answered_meanwhile() -> None:
-    async with served(application(), connection=Hasty) as site, asyncio.timeout(30):
+    class Prompt(Hasty):
+        head_s = 2.0  # also of the one that is to be answered
+
+    async with served(application(), connection=Prompt) as site, asyncio.timeout(120):
         silent = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(300)]
         assert await status(site, GET + b"Connection: close\r\n\r\n") == 200
         for reader, writer in silent:

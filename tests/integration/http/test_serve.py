@@ -130,7 +130,7 @@ async def test_a_caller_that_does_not_read_does_not_hold_the_end() -> None:
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await slow.asked.wait()
         site.stop.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await site.task
         writer.close()
 
@@ -206,7 +206,7 @@ async def _is_closed(port: int) -> bool:
 
 def _connects(port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        socket.create_connection(("127.0.0.1", port), timeout=60).close()
     except OSError:
         return False
     return True

@@ -87,7 +87,7 @@ def serve(tokenizer_dirs: dict[str, str]) -> Serve:
         chosen = {
             "tokenizers": tokenizer_dirs,
             "tool_latency_ms": (0, 0),
-            "deadline_s": 20.0,
+            "deadline_s": 60.0,
             "hosts": ANY_PORT,
         } | settings
         config = Config(rollout_server=RolloutServerConfig(**chosen), up=UpConfig(stop_grace_s=grace_s))
@@ -95,13 +95,13 @@ def serve(tokenizer_dirs: dict[str, str]) -> Serve:
         serving = asyncio.create_task(
             serve_until(config, drain, port=0, key=key, retries=QUICK, on_ready=port.set_result)
         )
-        await asyncio.wait({serving, port}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, port}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
                 yield Served(f"http://127.0.0.1:{port.result()}", http, drain)
         finally:
             drain.set()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await serving
 
     return serving

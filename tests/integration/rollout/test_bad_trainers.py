@@ -86,7 +86,7 @@ async def test_a_refusal_is_an_error_with_its_status_and_no_key(
 ) -> None:
     said = f"the key {KEY} is refused".encode()
     script = [fixed(status, said)]
-    async with ScriptedTrainer(tools_tokenizer, script).serving() as trainer, serve(deadline_s=1) as served:
+    async with ScriptedTrainer(tools_tokenizer, script).serving() as trainer, serve(deadline_s=4) as served:
         _, answer = await served.post("/rollout", a_request(trainer.url, callback_api_key=KEY))
         assert answer["extra_fields"] == {"error_category": REFUSALS[status], "http_status": status}
         assert "the key *** is refused" in answer["error_message"]

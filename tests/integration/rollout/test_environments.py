@@ -47,7 +47,7 @@ def where(rollout: Rollout, label: str = "") -> str:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110 - the trainer and the environment are outside of it
             await asyncio.sleep(0.02)
 

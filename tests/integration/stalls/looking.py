@@ -104,5 +104,5 @@ class HeldMatch:
         self.go_on = threading.Event()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(200)
         return exact_answer.match(*args, **kwargs)

@@ -61,7 +61,7 @@ async def test_a_broker_that_is_away_or_hangs_is_said_in_time(
     keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = KillableBroker(tmp_path)
-    config = run_config(BrokerConfig(url=server.url), keys, tmp_path)
+    config = run_config(BrokerConfig(url=server.url, retry_for_s=3600), keys, tmp_path)
     assert await status(config, "--why") == BrokerError.exit_code
     said = capsys.readouterr().err
     for words in ("does not answer", "start it, or set REDIS_URL", "waits up to 7 s (broker.retry_for_s)"):
@@ -71,10 +71,8 @@ async def test_a_broker_that_is_away_or_hangs_is_said_in_time(
         async with role_of(config, "worker", "w"):
             pass
         server.signal(signal.SIGSTOP)
-        began = time.monotonic()
-        with pytest.raises(BrokerError, match="does not answer"):
+        with pytest.raises(BrokerError, match="does not answer"):  # and not after the hour of broker.retry_for_s
             await asyncio.to_thread(look_twice, config)
-        assert time.monotonic() - began < 20
     finally:
         server.signal(signal.SIGCONT)
         server.kill()
@@ -104,14 +102,12 @@ async def test_a_role_that_fails_leaves_its_last_words_and_its_successor_takes_t
 async def test_last_words_never_hide_the_error_nor_wait_for_a_broker_that_is_gone(keys: Keys, tmp_path: Path) -> None:
     server = KillableBroker(tmp_path)
     server.start()
-    config = run_config(BrokerConfig(url=server.url, retry_for_s=60), keys, tmp_path)
-    began = 0.0
+    config = run_config(BrokerConfig(url=server.url, retry_for_s=3600), keys, tmp_path)
+    # Not after the hour of broker.retry_for_s: this test has less time.
     with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012 - the scope raises, not one line of it
         async with role_of(config, "worker", "w-1"):
             server.kill()
-            began = time.monotonic()
             raise EngineError("the engine broke")
-    assert time.monotonic() - began < 30  # and not the 60 s of broker.retry_for_s
     assert [type(error) for error in caught.value.exceptions] == [EngineError]
 
 

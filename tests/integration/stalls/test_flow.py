@@ -47,7 +47,7 @@ async def test_every_worker_on_an_old_version(
         await eventually(refused, "the worker to refuse the version")
         look, stall = await stalled(config, "old_versions")
     assert stall_text(look.now, stall).says.startswith(
-        "the one live worker decodes with weights v0 or older, and v1 has been available for 3"
+        "the one live worker decodes with weights v0 or older, and v1 has been available for "
     )
     assert "worker-0 refused it" in stall_text(look.now, stall).says
     assert stall.since == torn.published_at
@@ -105,7 +105,7 @@ async def test_results_that_pile_up_beside_a_consumer(
             look, stall = await stalled(config, "consumer_lag")
         finally:
             held.go_on.set()
-    assert stall_text(look.now, stall).says.startswith("5 results wait unread, the oldest for 6")
+    assert stall_text(look.now, stall).says.startswith("5 results wait unread, the oldest for ")
     assert "1 consumer for 1 partition (consumer-0)" in stall_text(look.now, stall).says
     assert stall.since == pytest.approx(now - 60, abs=2)
     assert look.verdict.state == "stalled"

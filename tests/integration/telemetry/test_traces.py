@@ -60,8 +60,8 @@ def config_of(broker: BrokerConfig, keys: Keys, run_dir: Path, source: Path, end
         producer={"samples_per_version": 2, "max_in_flight": 64, "group_size": 2},
         sampling={"max_new_tokens": 6},
         rollout_matching={"task": "exact_answer"},
-        trainer={"batch_wait_s": 5.0},
-        tracing=TracingConfig(enabled=True, endpoint=endpoint),
+        trainer={"batch_wait_s": 60.0},
+        tracing=TracingConfig(enabled=True, endpoint=endpoint, timeout_s=60.0),
     )
 
 

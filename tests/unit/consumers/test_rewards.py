@@ -213,11 +213,11 @@ async def test_a_hung_function_ends_at_its_deadline(ask: Ask, code: str) -> None
 async def test_calls_run_side_by_side_and_a_hung_one_stops_no_other(tmp_path: Path) -> None:
     code = (
         "import threading\nboth, gate = threading.Barrier(2), threading.Event()\n"
-        "def score(text, truth, row):\n    if text == 'hang': gate.wait(10)\n    both.wait(5)\n    return 1\n"
+        "def score(text, truth, row):\n    if text == 'hang': gate.wait(120)\n    both.wait(120)\n    return 1\n"
     )
     (tmp_path / "own.py").write_text(code)
     options = RolloutMatchingConfig(
-        task="reward", reward=f"{tmp_path}/own.py:score", reward_timeout_s=0.3, reward_concurrency=3
+        task="reward", reward=f"{tmp_path}/own.py:score", reward_timeout_s=5.0, reward_concurrency=3
     )
     rewards = Rewards(options, CODEC)
     found = await asyncio.gather(*(rewards.of(result(text)) for text in ("hang", "a", "b")))

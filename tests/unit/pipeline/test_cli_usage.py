@@ -84,7 +84,7 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sluice.pipeline.cli.main", "config", "show", "-c", str(pipe)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         with pipe.open("w"):  # there once the command has it open too
-            until = time.monotonic() + 30
+            until = time.monotonic() + 120
             while process.poll() is None and time.monotonic() < until:
                 process.send_signal(signal.SIGINT)  # one that comes just before the read begins does not end it
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -42,7 +42,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_tab_completes(script: Path, typed: list[str], offered: set[str]) -> None:
     command = ["bash", "--norc", "-c", _ASK, "bash", str(script), *typed]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert set(done.stdout.split()) == offered, done.stderr
 
 

@@ -58,9 +58,9 @@ async def test_twenty_callers_share_one_fetch(site: Site) -> None:
     async with ImageStore(config(site=site)) as images:
         ref = ImageRef(url=site.url("/a.png"))
         callers = [asyncio.create_task(images.get(ref)) for _ in range(20)]
-        await asyncio.wait_for(site.was_asked.wait(), 10)
+        await asyncio.wait_for(site.was_asked.wait(), 60)
         callers[0].cancel()  # the one that began the fetch
-        await asyncio.wait(callers[:1], timeout=5)
+        await asyncio.wait(callers[:1], timeout=60)
         release.set()
         first, *others = await asyncio.gather(*callers, return_exceptions=True)
         assert isinstance(first, asyncio.CancelledError)
@@ -182,10 +182,10 @@ async def test_closing_ends_what_is_under_way_and_refuses_what_comes_later(site:
     site.routes["/a.png"] = never
     images, ref = ImageStore(config(site=site)), ImageRef(url=site.url("/a.png"))
     caller = asyncio.create_task(images.get(ref))
-    await asyncio.wait_for(site.was_asked.wait(), 10)
+    await asyncio.wait_for(site.was_asked.wait(), 60)
     await images.close()
     with pytest.raises(RequestError, match="was closed meanwhile"):
-        await asyncio.wait_for(caller, 5)
+        await asyncio.wait_for(caller, 60)
     with pytest.raises(RequestError, match="is closed"):
         await images.get(ref)
 
