@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -45,7 +46,8 @@ class _Call:
 
     def __init__(self, work: Callable[[], object], tell: Callable[..., object]) -> None:
         self.work, self.tell = work, tell
-        self.started = self.ended = self.given_up = False
+        self.began: float | None = None  # monotonic seconds
+        self.ended = self.given_up = False
 
 
 class ThreadPool:
@@ -78,36 +80,26 @@ class ThreadPool:
             raise EngineError(f"{what}: {self._lost} earlier calls {_NEVER}")
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[Made] = loop.create_future()
-        left, deadline = False, asyncio.timeout(None)
-
-        def began() -> None:
-            if not left:
-                deadline.reschedule(loop.time() + timeout_s)
 
         def settle(result: Made, error: Exception | None) -> None:
             if not ended.done():
                 ended.set_result(result) if error is None else ended.set_exception(error)
 
-        def asked() -> Made:
-            loop.call_soon_threadsafe(began)
-            return work()
-
-        call = _Call(asked, lambda *outcome: loop.call_soon_threadsafe(settle, *outcome))
+        call, left_s = _Call(work, lambda *outcome: loop.call_soon_threadsafe(settle, *outcome)), timeout_s
         try:
-            async with deadline:
-                self._put(call)
-                return await ended
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            self._lose(call)
-            raise DeadlineExceeded(f"{what} did not end within {timeout_s:g} s") from error
+            self._put(call)
+            while not (await asyncio.wait([ended], timeout=left_s))[0]:
+                left_s = timeout_s - (0.0 if call.began is None else time.monotonic() - call.began)
+                if left_s <= 0:
+                    self._lose(call)
+                    raise DeadlineExceeded(f"{what} did not end within {timeout_s:g} s")
+            return ended.result()
         except asyncio.CancelledError:
             if not self._drop(call):
                 loop.call_later(min(timeout_s, _LEFT_ALONE_S), self._lose, call)
             raise
         finally:
-            left = True
+            ended.cancel()
 
     def close(self) -> None:
         """Idle threads end, and those at work once nothing waits."""
@@ -130,7 +122,7 @@ class ThreadPool:
     def _drop(self, call: _Call) -> bool:
         """Whether nothing of it was begun; then nothing will be."""
         with self._lock:
-            call.given_up = call.given_up or not call.started
+            call.given_up = call.given_up or call.began is None
             return call.given_up
 
     def _lose(self, call: _Call) -> None:
@@ -140,7 +132,7 @@ class ThreadPool:
             if call.ended or call.given_up:
                 return
             call.given_up = True
-            if call.started:
+            if call.began is not None:
                 self._lost += 1
                 _count_lost(1)
                 self._threads -= 1
@@ -187,7 +179,7 @@ class ThreadPool:
                     self._idle -= 1
                 call = self._calls.popleft()
                 if not call.given_up:
-                    call.started = True
+                    call.began = time.monotonic()
                     return call
 
 

@@ -156,8 +156,18 @@ def _with_plain_images(message: Message) -> Message:
     return {**message, "content": [{"type": "image"} if media_kind(one) in IMAGE_KINDS else one for one in parts]}
 
 
+_PARTS_ONLY: WeakKeyDictionary[Any, tuple[Any, bool]] = WeakKeyDictionary()  # with the template that was tried
+
+
 def _takes_parts_only(tokenizer: Any) -> bool:
     """Whether the template drops a message's string content but shows the same text as a part."""
+    template, known = tokenizer.chat_template, _PARTS_ONLY.get(tokenizer)
+    if known is None or known[0] != template:
+        known = _PARTS_ONLY[tokenizer] = template, _drops_strings(tokenizer)
+    return known[1]
+
+
+def _drops_strings(tokenizer: Any) -> bool:
     text = "is this shown"
     asked: Message = {"role": "user", "content": text}
 

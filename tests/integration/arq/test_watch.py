@@ -124,6 +124,18 @@ async def test_who_is_busy_or_stops_gives_the_part_away(client: Any, keys: Keys)
     assert await watcher(client, keys) == ""
 
 
+async def test_who_is_busy_and_alone_is_not_woken_by_itself(client: Any, keys: Keys) -> None:
+    one = JobQueue(client, keys, worker="one")
+    await one.claim(2, 10, 3, watch_s=60)
+    await one.enqueue_calls([Call(job_id=f"{keys.run}:1", function="f")])
+    await client.delete(keys.wake)
+    assert len((await one.claim(2, 10, 3, watch_s=60)).claims) == 1
+    assert await client.llen(keys.wake) == 0, "nobody sleeps who could take the watch"
+    assert (await JobQueue(client, keys, worker="other").claim(2, 10, 3, watch_s=60)).again_s == 0
+    await one.claim(1, 10, 3, 1, watch_s=60)
+    assert await client.llen(keys.wake) == 0, "the watch is the other's"
+
+
 async def test_who_learns_of_new_weights_wakes_the_next(client: Any, keys: Keys) -> None:
     queue = JobQueue(client, keys, worker="one")
     await queue.claim(1, 10, 3, watch_s=60)
