@@ -61,10 +61,18 @@ def _model_file(path: str, name: str, revision: str = "main") -> dict[str, Any]:
     return _json(Path(file)) if file else {}
 
 
-def text_decoder(renderer: Renderer) -> Callable[[Sequence[int]], str]:
+class TextDecoder:
     """Token ids to text without special tokens."""
-    tokenizer = renderer.tokenizer
-    return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        pieces = [f"<0x{byte:02X}>" for byte in range(256)] if _has_byte_fallback(tokenizer) else []
+        ids = (tokenizer.convert_tokens_to_ids(piece) for piece in pieces)
+        self.byte_ids = frozenset(token for token in ids if token is not None and token != tokenizer.unk_token_id)
+        """SentencePiece's bytes. A run of them is decoded as a whole: one bad byte makes all of it U+FFFD."""
+
+    def __call__(self, token_ids: Sequence[int], /) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def token_namer(renderer: Renderer) -> Callable[[int], dict[str, Any]]:
@@ -78,6 +86,11 @@ def token_namer(renderer: Renderer) -> Callable[[int], dict[str, Any]]:
     return named
 
 
+def _has_byte_fallback(tokenizer: Any) -> bool:
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return decoder is not None and b'"ByteFallback"' in decoder.__getstate__()
+
+
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"  # how SentencePiece writes it
 
@@ -87,9 +100,8 @@ def _token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
     core = getattr(tokenizer, "backend_tokenizer", None)
     if core is None or core.decoder is None:
         return lambda token: str(tokenizer.decode([token])).encode()
-    decoder = core.decoder.__getstate__()
-    alphabet = _byte_alphabet() if b'"ByteLevel"' in decoder else None
-    has_bytes = b'"ByteFallback"' in decoder
+    alphabet = _byte_alphabet() if b'"ByteLevel"' in core.decoder.__getstate__() else None
+    has_bytes = _has_byte_fallback(tokenizer)
     added = {token: one.content for token, one in tokenizer.added_tokens_decoder.items()}
 
     def to_bytes(token: int) -> bytes:

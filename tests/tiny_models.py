@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 CONTEXT = 256
@@ -34,6 +34,19 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     return wrapped(core)
+
+
+def sentence_pieces(*, strip: bool = False) -> PreTrainedTokenizerFast:
+    """Llama's kind: spaces as \\u2581, and bytes for what the vocabulary lacks. `strip`: a first space is dropped."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581a", "ab"]
+    vocab = {piece: place for place, piece in enumerate(pieces)}
+    merges = [("\u2581", "a"), ("a", "b")]
+    core = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    core.normalizer = normalizers.Replace(" ", "\u2581")
+    core.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    core.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if strip else [])])
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
 
 
 def wrapped(core: Tokenizer, more_specials: Sequence[str] = ()) -> PreTrainedTokenizerFast:

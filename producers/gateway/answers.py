@@ -23,13 +23,13 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.messages import FinishReason, Message, SamplingParams, SequenceResult, TokenDelta
 from sluice.pipeline.wire.sampled_tokens import Place
 from sluice.producers.gateway.refusals import Refusal, refusal_of
+from sluice.producers.tokenizer import TextDecoder
 
 DONE = b"data: [DONE]\n\n"
-DecodeText = Callable[[Sequence[int]], str]
 NameToken = Callable[[int], dict[str, Any]]
 """Of a token id: `token` and `bytes` of an entry of OpenAI's logprobs."""
 
-_MOST_HELD = 256  # tokens; a character has at most 4 bytes, so these are all broken characters
+_MOST_HELD = 256  # tokens; a character has at most 4 bytes, so these are broken characters, or bytes without an end
 _FINISH: dict[FinishReason, str] = {
     "stop": "stop",
     "repeat_terminated": "stop",
@@ -289,9 +289,9 @@ class TextStream:
     """
 
     def __init__(
-        self, decode: DecodeText, stop: Sequence[str] = (), marker: str | None = None, *, strip: bool = True
+        self, decode: TextDecoder, stop: Sequence[str] = (), marker: str | None = None, *, strip: bool = True
     ) -> None:
-        """`decode` omits special tokens. Nothing is shown from `marker` on; with "", nothing before the end.
+        """Nothing is shown from `marker` on; with "", nothing before the end.
 
         `strip`: the final text is without white space at its ends.
         """
@@ -320,23 +320,29 @@ class TextStream:
 class _Characters:
     """Tokens to whole characters; the last shown tokens stay as left context: a first token may lose its space."""
 
-    def __init__(self, decode: DecodeText) -> None:
+    def __init__(self, decode: TextDecoder) -> None:
         self._decode = decode
         self._window: list[int] = []
         self._num_known = 0  # leading tokens with their text already returned
+        self._known = ""  # that text
         self._num_given = 0  # characters already returned
 
     def push(self, token: int) -> str:
         self._window.append(token)
-        text = self._decode(self._window)
-        broken = text.endswith("\ufffd")
-        whole = text[:-1] if broken else text  # later tokens can only change the last character
-        new = whole[self._num_given :]
-        self._num_given = max(self._num_given, len(whole))
-        if not broken or len(self._window) - self._num_known > _MOST_HELD:
+        text, held = self._decode(self._window), len(self._window) - self._num_known
+        if held == 1 and self._known and text == self._known:  # a special token: it is no left context
+            self._window.pop()
+            return ""
+        # Later tokens can change these: bytes of an unfinished character, and a whole run of SentencePiece's bytes.
+        certain = "" if token in self._decode.byte_ids else text.rstrip("\ufffd")
+        if certain == text or held > _MOST_HELD:
+            new = text[self._num_given :]
             self._window = self._window[self._num_known :]
-            self._num_known = len(self._window)
-            self._num_given = len(self._decode(self._window))
+            self._num_known, self._known = len(self._window), self._decode(self._window)
+            self._num_given = len(self._known)
+            return new
+        new = certain[self._num_given :]
+        self._num_given = max(self._num_given, len(certain))
         return new
 
 

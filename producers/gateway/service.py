@@ -37,7 +37,7 @@ from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.parsers import load_parser, load_reasoning_parser
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.http.schemas import MAX_ID_LENGTH, ROLLOUT_ID
-from sluice.producers.tokenizer import text_decoder, token_namer
+from sluice.producers.tokenizer import TextDecoder, token_namer
 
 JSON = "application/json"
 
@@ -89,7 +89,7 @@ class Service:
     name: str  # of the process
     limits: Limits
     renderer: Renderer
-    decode: Callable[[Sequence[int]], str]  # token ids to text without special tokens
+    decode: TextDecoder
     token_names: Callable[[int], dict[str, Any]]  # `token` and `bytes` of an entry of logprobs
 
     @property
@@ -195,7 +195,7 @@ def make_service(
         name=name,
         limits=Limits.of_model(config.model.path, images=config.images.max_per_prompt, data_urls=True),
         renderer=renderer,
-        decode=text_decoder(renderer),
+        decode=TextDecoder(renderer.tokenizer),
         token_names=token_namer(renderer),
         **parts,
     )

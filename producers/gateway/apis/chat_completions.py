@@ -17,7 +17,6 @@ from sluice.pipeline.wire.messages import MAX_ALTERNATIVES, Message, TokenDelta
 from sluice.producers.gateway.answers import (
     DONE,
     Answer,
-    DecodeText,
     NameToken,
     TextStream,
     by_id,
@@ -54,6 +53,7 @@ from sluice.producers.http.schemas import (
     JsonObject,
 )
 from sluice.producers.http.strict_json import StrictRoute
+from sluice.producers.tokenizer import TextDecoder
 
 
 class ChatRequest(FormattedOptions, CompletionsRequest):  # type: ignore[misc]
@@ -186,7 +186,7 @@ class ChatStream:
         request: ChatRequest,
         *,
         stop: Sequence[str],
-        decode: DecodeText,
+        decode: TextDecoder,
         marker: str | None,
         name: str,
         logprobs: NameToken | None = None,

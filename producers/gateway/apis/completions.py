@@ -20,7 +20,6 @@ from sluice.producers.gateway.answers import (
     DONE,
     Answer,
     Columns,
-    DecodeText,
     NameToken,
     TextStream,
     by_id,
@@ -58,6 +57,7 @@ from sluice.producers.gateway.service import (
 )
 from sluice.producers.http.schemas import STOP
 from sluice.producers.http.strict_json import StrictRoute
+from sluice.producers.tokenizer import TextDecoder
 
 
 class CompletionRequest(FormattedOptions):
@@ -120,7 +120,7 @@ class Completions:
     """Text completions of one request."""
 
     def __init__(
-        self, request: CompletionRequest, sampling: SamplingParams, *, decode: DecodeText, names: NameToken, name: str
+        self, request: CompletionRequest, sampling: SamplingParams, *, decode: TextDecoder, names: NameToken, name: str
     ) -> None:
         self._request, self._sampling, self._decode = request, sampling, decode
         self._names = by_id if request.return_tokens_as_token_ids else names

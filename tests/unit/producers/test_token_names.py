@@ -5,24 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.producers.tokenizer import token_namer
-from tests.tiny_models import build_tokenizer
-
-
-def sentence_pieces() -> PreTrainedTokenizerFast:
-    """Llama's kind: spaces as \\u2581, and bytes for what the vocabulary lacks."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581a", "ab"]
-    vocab = {piece: place for place, piece in enumerate(pieces)}
-    merges = [("\u2581", "a"), ("a", "b")]
-    core = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
-    core.normalizer = normalizers.Replace(" ", "\u2581")
-    core.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
-    core.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+from tests.tiny_models import build_tokenizer, sentence_pieces
 
 
 @pytest.mark.parametrize("tokenizer", [build_tokenizer(), sentence_pieces()], ids=["byte-level", "byte fallback"])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from functools import cache
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sluice.producers.gateway.answers import TextStream
 from sluice.producers.gateway.parsers import Hermes
+from sluice.producers.tokenizer import TextDecoder
+from tests.tiny_models import build_tokenizer, sentence_pieces
 
 MARKER = Hermes.marker
 PIECES = (
@@ -33,80 +34,96 @@ PIECES = (
 )
 
 
-@cache
-def tokenizer() -> Any:
-    """256 bytes, and a special token."""
-    core = Tokenizer(models.BPE({char: at for at, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-    core.decoder = decoders.ByteLevel()
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.add_special_tokens(["<|end|>"])
-    return core
+TOKENIZERS: dict[str, Any] = {"byte-level": build_tokenizer(), "byte fallback": sentence_pieces(strip=True)}
+TOKENIZERS["byte fallback"].add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+every_kind = pytest.mark.parametrize("kind", TOKENIZERS)
 
 
-def decode(token_ids: Any) -> str:
-    return tokenizer().decode(list(token_ids), skip_special_tokens=True)
-
-
-def final_text(token_ids: list[int], stop: list[str]) -> str:
+def final_text(kind: str, token_ids: list[int], stop: list[str], *, strip: bool = True) -> str:
     """As the worker makes it."""
-    text = decode(token_ids)
-    return text[: min((at for end in stop if (at := text.find(end)) >= 0), default=len(text))].strip()
+    text = TextDecoder(TOKENIZERS[kind])(token_ids)
+    text = text[: min((at for end in stop if (at := text.find(end)) >= 0), default=len(text))]
+    return text.strip() if strip else text
 
 
-def shown(token_ids: list[int], cuts: list[int], stop: list[str], marker: str | None) -> tuple[str, str]:
+def shown(
+    kind: str, token_ids: list[int], cuts: list[int], stop: list[str], marker: str | None, *, strip: bool = True
+) -> tuple[str, str]:
     """All pieces but the last, and the whole, of ids that come cut as given."""
-    stream = TextStream(decode, stop, marker)
+    stream = TextStream(TextDecoder(TOKENIZERS[kind]), stop, marker, strip=strip)
     places = [0, *sorted({min(cut, len(token_ids)) for cut in cuts}), len(token_ids)]
     pieces = [stream.push(token_ids[a:b]) for a, b in itertools.pairwise(places)]
-    return "".join(pieces), "".join(pieces) + stream.finish(final_text(token_ids, stop))
+    return "".join(pieces), "".join(pieces) + stream.finish(final_text(kind, token_ids, stop, strip=strip))
 
 
-token_lists = st.one_of(
-    st.lists(st.integers(0, 256), max_size=40),  # broken bytes and special tokens among them
-    st.lists(st.sampled_from(PIECES), max_size=12).map(lambda pieces: tokenizer().encode("".join(pieces)).ids),
-)
+def token_lists(kind: str) -> st.SearchStrategy[list[int]]:
+    tokenizer = TOKENIZERS[kind]
+    return st.one_of(
+        st.lists(st.integers(0, len(tokenizer) - 1), max_size=40),  # broken bytes and special tokens among them
+        st.lists(st.sampled_from(PIECES), max_size=12).map(
+            lambda pieces: tokenizer.encode("".join(pieces), add_special_tokens=False)
+        ),
+    )
+
+
 stops = st.lists(st.sampled_from(["stop", "st", "x\n", "東"]), max_size=2)
 cuts_of = st.lists(st.integers(0, 60), max_size=8)
 
 
-@given(token_lists, cuts_of, stops)
-def test_any_split_gives_the_final_text_and_no_stop_string(ids: list[int], cuts: list[int], stop: list[str]) -> None:
-    early, whole = shown(ids, cuts, stop, None)
-    assert whole == final_text(ids, stop)
+@every_kind
+@given(st.data(), cuts_of, stops, st.booleans())
+def test_any_split_gives_the_final_text_and_no_stop_string(
+    kind: str, data: st.DataObject, cuts: list[int], stop: list[str], strip: bool
+) -> None:
+    ids = data.draw(token_lists(kind))
+    early, whole = shown(kind, ids, cuts, stop, None, strip=strip)
+    assert whole == final_text(kind, ids, stop, strip=strip)
     assert not any(end in early for end in stop)
 
 
-@given(token_lists, cuts_of)
-def test_nothing_of_a_tool_call_is_shown(ids: list[int], cuts: list[int]) -> None:
-    early, whole = shown(ids, cuts, [], MARKER)
-    text = decode(ids)
-    assert whole == final_text(ids, [])
+@every_kind
+@given(st.data(), cuts_of)
+def test_nothing_of_a_tool_call_is_shown(kind: str, data: st.DataObject, cuts: list[int]) -> None:
+    ids = data.draw(token_lists(kind))
+    early, whole = shown(kind, ids, cuts, [], MARKER)
+    text = TextDecoder(TOKENIZERS[kind])(ids)
+    assert whole == final_text(kind, ids, [])
     before = text[: text.find(MARKER)] if MARKER in text else text
     assert before.strip().startswith(early)
-    assert Hermes()(final_text(ids, [])).content.startswith(early), "what is missing of it can follow"
+    assert Hermes()(final_text(kind, ids, [])).content.startswith(early), "what is missing of it can follow"
 
 
-@given(token_lists, cuts_of)
-def test_a_parser_without_a_marker_shows_all_at_the_end(ids: list[int], cuts: list[int]) -> None:
-    assert shown(ids, cuts, [], "") == ("", final_text(ids, []))
+@every_kind
+@given(st.data(), cuts_of)
+def test_a_parser_without_a_marker_shows_all_at_the_end(kind: str, data: st.DataObject, cuts: list[int]) -> None:
+    ids = data.draw(token_lists(kind))
+    assert shown(kind, ids, cuts, [], "") == ("", final_text(kind, ids, []))
 
 
-def test_text_is_shown_as_soon_as_it_is_certain() -> None:
-    ids = tokenizer().encode("hello wor東 st").ids
-    stream = TextStream(decode, ["stop"])
-    pieces = [stream.push([token]) for token in ids]
-    assert [piece for piece in pieces if piece] == [*"hello", " w", "o", "r", "東"]
-    assert stream.finish("hello wor東 st") == " st"
+@pytest.mark.parametrize(
+    ("kind", "pieces"),
+    [("byte-level", [*"hello", " w", "o", "r", "東"]), ("byte fallback", ["a", "ab"])],
+)
+def test_text_is_shown_as_soon_as_it_is_certain(kind: str, pieces: list[str]) -> None:
+    text = {"byte-level": "hello wor東 st", "byte fallback": "aab東"}[kind]
+    stream = TextStream(TextDecoder(TOKENIZERS[kind]), ["stop"])
+    found = [stream.push([token]) for token in TOKENIZERS[kind].encode(text, add_special_tokens=False)]
+    assert [piece for piece in found if piece] == pieces
+    assert "".join(found) + stream.finish(text) == text
 
 
-def test_a_token_costs_the_same_at_any_place() -> None:
+@every_kind
+def test_a_token_costs_the_same_at_any_place(kind: str) -> None:
     sizes: list[int] = []
 
-    def counted(token_ids: Any) -> str:
-        sizes.append(len(token_ids))
-        return decode(token_ids)
+    class Counted(TextDecoder):
+        def __call__(self, token_ids: Any, /) -> str:
+            sizes.append(len(token_ids))
+            return super().__call__(token_ids)
 
-    stream = TextStream(counted)
-    for token in tokenizer().encode("some words " * 100).ids:
+    tokenizer = TOKENIZERS[kind]
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    stream = TextStream(Counted(tokenizer))
+    for token in [*tokenizer.encode("ab a b " * 100, add_special_tokens=False), *[end] * 100]:
         stream.push([token])
     assert max(sizes) <= 4
