@@ -17,7 +17,7 @@ from sluice.workers.engine.requests import GenerationOptions, ModelLoadConfig, T
 from sluice.workers.engine.running import StopStrings, end_reasons, text_decoder, truncate
 from sluice.workers.model_files import load_tokenizer
 from tests.contract.engine_fixtures import request, run
-from tests.tiny_models import build_tokenizer
+from tests.tiny_models import build_tokenizer, sentence_pieces
 
 PROMPT = list(b"the abc of it")
 TOKENIZER: Any = build_tokenizer()
@@ -68,6 +68,14 @@ def test_stop_strings_are_found_at_their_last_token(text: str, stop: tuple[str, 
     decoded = TOKENIZER.decode(token_ids[: ended + 1])
     assert decoded == tokens_until
     assert not any(s in TOKENIZER.decode(token_ids[:ended]) for s in stop)
+
+
+def test_a_stop_string_begins_with_the_space_after_a_special_token() -> None:
+    tokenizer: Any = sentence_pieces(strip=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    first, special, spaced = tokenizer.convert_tokens_to_ids(["ab", "<|end|>", "\u2581a"])
+    watch = StopStrings((" a",), text_decoder(tokenizer))
+    assert [watch.push(token) for token in (first, special, spaced)] == [None, None, " a"]
 
 
 def test_text_is_cut_at_the_earliest_stop_string() -> None:

@@ -268,6 +268,9 @@ class StopStrings:
         self._window.append(token)
         text = self._decode(self._window)
         held = len(self._window) - self._num_shown
+        if held == 1 and self._shown and text == self._shown:  # a special token: it is no left context
+            self._window.pop()
+            return None
         goes_on = text.endswith("\ufffd") and held < _MAX_HELD_TOKENS  # its last character continues in the next token
         recent = self._tail + (text.rstrip("\ufffd") if goes_on else text)[len(self._shown) :]
         found = [(at, string) for string in self._stop if (at := recent.find(string)) >= 0]
