@@ -39,12 +39,12 @@ from sluice.producers.gateway.images import RequestImages, Taken
 from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.parsers import (
     NO_TOOLS,
+    AnswerReader,
     Parsed,
     ToolChoice,
     ToolParser,
     VllmReasoningParser,
     assistant_message,
-    read_calls,
     with_calls,
 )
 from sluice.producers.gateway.refusals import Refusal, closed, unknown
@@ -86,7 +86,6 @@ class TokenCall:
     count: int = 1
     stream: bool | None = False
     rollout_id: str | None = None
-    parses_tools: bool = False
     logprobs: bool = False  # as of a ChatCall
 
 
@@ -148,8 +147,6 @@ class Asked(Protocol):
     @property
     def count(self) -> int: ...
     @property
-    def parses_tools(self) -> bool: ...
-    @property
     def logprobs(self) -> bool: ...
 
 
@@ -175,7 +172,9 @@ class Chat:
     ) -> None:
         self._config, self._name, self._renderer, self.parser = config, name, renderer, parser
         self._decoding, self._rollouts, self._metrics = decoding, rollouts, metrics
-        self._images, self._reasoning = images, reasoning
+        self._images, self._shows_text = images, reasoning is None
+        ends = [renderer.tokenizer.decode([token]) for token in renderer.terminators]
+        self._reader = AnswerReader(parser, reasoning, ends)
         self._rendering = ThreadPool("render", _RENDERERS)
 
     def close(self) -> None:
@@ -184,7 +183,7 @@ class Chat:
 
     def marker(self, call: ChatCall) -> str | None:
         """Where the text of a stream ends for a tool call; None: nowhere, "": it comes whole."""
-        if self._reasoning is not None:
+        if not self._shows_text:
             return ""
         return getattr(self.parser, "marker", "") if call.parses_tools else None
 
@@ -416,22 +415,10 @@ class Chat:
         )
 
     def _message(self, request: Asked, result: SequenceResult, key: str) -> Message:
-        text, raw_text, thought = result.text, self._without_end(result.raw_text), ""
         if not isinstance(request, ChatCall):
-            return assistant_message(Parsed(text), key)
-        formed = result.sampling.grammar
-        if self._reasoning is not None and (formed is None or formed.kind in ("regex", "grammar")):
-            thought, text = self._reasoning.split(text, raw_text, request.template_kwargs)
-            raw_text = raw_text[raw_text.rfind(text) :] if text else ""
-        parsed = read_calls(self.parser, text, raw_text, request.tools) if request.parses_tools else Parsed(text)
-        if request.tool_choice.one:
-            parsed = replace(parsed, calls=parsed.calls[:1])
-        return assistant_message(parsed, key, thought)
-
-    def _without_end(self, text: str) -> str:
-        """The text before the token that ends the turn."""
-        ends = (self._renderer.tokenizer.decode([token]) for token in self._renderer.terminators)
-        return next((text.removesuffix(end) for end in ends if text.endswith(end)), text)
+            return assistant_message(Parsed(result.text), key)
+        kwargs, choice = request.template_kwargs, request.tool_choice
+        return self._reader.message(result, key, tools=request.tools, choice=choice, template_kwargs=kwargs)
 
 
 def _answer(request: Asked, turns: Sequence[Turn], place: int, *, resynced: bool) -> Answer:

@@ -1,7 +1,8 @@
 """What models write besides text: tool calls and reasoning, read from it; and calls forced by a grammar.
 
 - Anything but a well-formed call stays content; nothing the model wrote is lost. A name or arguments with half a
-  character (`\\ud800`) aren't a call either: JSON couldn't carry them to a client.
+  character (`\\ud800`) aren't a call either, as JSON couldn't carry them to a client, nor are arguments that are no
+  object.
 - Ids are derived from the turn's key, so a repeated request gets the same ones.
 - A custom parser is a function `text -> Parsed`; its optional attribute `marker` is the start of a call. A streaming
   caller gets text up to the marker as it arrives; without a marker, all text comes at the end. With its optional method
@@ -17,7 +18,7 @@ import importlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -26,7 +27,7 @@ from sluice.pipeline.config.suggest import nearest
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.codec import lone_surrogate, too_deep
-from sluice.pipeline.wire.messages import Grammar, GrammarKind, SamplingParams
+from sluice.pipeline.wire.messages import Grammar, GrammarKind, Message, SamplingParams, SequenceResult
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.http.schemas import JsonObject
 
@@ -117,7 +118,14 @@ def read_calls(parser: ToolParser, text: str, raw_text: str = "", tools: Sequenc
     found = parser(text) if read is None else read(text, raw_text, tools)
     if lone_surrogate([[call.name, call.arguments] for call in found.calls], "it"):
         return Parsed(text)
-    return found
+    return found if all(_is_object(call.arguments) for call in found.calls) else Parsed(text)
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def assistant_message(parsed: Parsed, key: str, reasoning: str = "") -> dict[str, Any]:
@@ -287,19 +295,37 @@ class VllmReasoningParser:
         self._make = _found(key, name, "vllm.reasoning", "ReasoningParserManager", "get_reasoning_parser")
         self._tokenizer, self._name = tokenizer, name
         self._request: Any = importlib.import_module(_REQUEST).ChatCompletionRequest
+        specials = [re.escape(one.content) for one in tokenizer.added_tokens_decoder.values() if one.special]
+        self._specials = re.compile(f"({'|'.join(sorted(specials, key=len, reverse=True)) or '(?!)'})")
         _tried(key, name, lambda: self._read("a", "a", {}))
 
-    def split(self, text: str, raw_text: str, kwargs: Mapping[str, Any]) -> tuple[str, str]:
-        """(reasoning, the rest) of an answer to a prompt rendered with these variables; both stripped.
+    def split(self, text: str, raw_text: str, kwargs: Mapping[str, Any]) -> tuple[str, str, str]:
+        """(reasoning, the rest, the rest with special tokens) of an answer to a prompt rendered with these variables.
 
-        An answer that the parser fails on has no reasoning.
+        All stripped. An answer that the parser fails on has no reasoning.
         """
         try:
             reasoning, content = self._read(text, raw_text, kwargs)
         except Exception as error:  # a parser may raise anything on what a model writes
             get_logger().warning("the reasoning parser failed", parser=self._name, error=repr(error))
-            return "", text
-        return (reasoning or "").strip(), (content or "").strip()
+            return "", text, raw_text
+        content = (content or "").strip()
+        return (reasoning or "").strip(), content, self._with_specials(raw_text, content)
+
+    def _with_specials(self, raw_text: str, content: str) -> str:
+        """The end of the raw text that shows this; the parser may have left its special tokens out."""
+        pieces = self._specials.split(raw_text)  # text at even places, a special token at odd ones
+        shown = "".join(pieces[::2]).rstrip()
+        if not shown.endswith(content):  # the parser has made something else of it
+            return content
+        left, at = len(shown) - len(content), 0
+        for place, piece in enumerate(pieces):
+            if place % 2 == 0:
+                if len(piece) >= left:
+                    break
+                left -= len(piece)
+            at += len(piece)
+        return raw_text[at + left :]
 
     def _read(self, text: str, raw_text: str, kwargs: Mapping[str, Any]) -> tuple[str | None, str | None]:
         kwargs = {"enable_thinking": False, **kwargs}  # as prompts are rendered
@@ -308,6 +334,40 @@ class VllmReasoningParser:
         adjusted = parser.adjust_request(asked)
         reasoning, content = parser.extract_reasoning(text if adjusted.skip_special_tokens else raw_text, adjusted)
         return reasoning, content
+
+
+class AnswerReader:
+    """Makes a message of what a model wrote."""
+
+    def __init__(self, parser: ToolParser, reasoning: VllmReasoningParser | None, ends: Sequence[str]) -> None:
+        """`ends`: texts of the tokens that end a turn."""
+        self._parser, self._reasoning, self._ends = parser, reasoning, tuple(filter(None, ends))
+
+    def message(
+        self,
+        result: SequenceResult,
+        key: str,
+        *,
+        tools: Sequence[Any] = (),
+        choice: ToolChoice = NO_TOOLS,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Message:
+        """The message of an answer to a request with these; `key` makes the ids of its calls."""
+        text, raw_text, thought = result.text, self._before_its_end(result), ""
+        formed = result.sampling.grammar
+        if self._reasoning is not None and (formed is None or formed.kind in ("regex", "grammar")):
+            thought, text, raw_text = self._reasoning.split(text, raw_text, template_kwargs or {})
+        parsed = read_calls(self._parser, text, raw_text, tools) if choice.parses else Parsed(text)
+        if choice.one:
+            parsed = replace(parsed, calls=parsed.calls[:1])
+        return assistant_message(parsed, key, thought)
+
+    def _before_its_end(self, result: SequenceResult) -> str:
+        """The text with special tokens, without the token or the stop string that ended it."""
+        text, stop = result.raw_text, result.stop_reason
+        if stop in result.sampling.stop:
+            return text.partition(str(stop))[0]
+        return next((text.removesuffix(end) for end in self._ends if text.endswith(end)), text)
 
 
 def load_parser(name: str, tokenizer: Any) -> ToolParser:

@@ -8,15 +8,20 @@ from typing import Any
 import pytest
 
 from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.wire.messages import SamplingParams
 from sluice.producers.gateway.parsers import (
+    AnswerReader,
     Call,
     Parsed,
+    ToolChoice,
     VllmReasoningParser,
     assistant_message,
     load_parser,
     load_reasoning_parser,
     read_calls,
 )
+from sluice.workers.engine.running import final_texts
+from tests.factories import sequence_result
 from tests.tiny_models import build_tokenizer
 
 pytest.importorskip("vllm")
@@ -39,7 +44,19 @@ THINKING = ("deepseek_r1", "deepseek_v3", "ernie45", "glm45", "granite_thinking_
 def tokenizer() -> Any:
     made: Any = build_tokenizer()
     made.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    made.add_special_tokens({"additional_special_tokens": ["<|tool_call_start|>", "<|tool_call_end|>"]})
     return made
+
+
+def message(tokenizer: Any, written: str, tool: str, reasoning: str = "", stop: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What a client gets of it, through the texts that a worker makes."""
+    ids = tokenizer.encode(written, add_special_tokens=False)
+    text, raw_text = final_texts(tokenizer, ids, stop)
+    ended = next((one for one in stop if one in raw_text), None)
+    made = sequence_result("job", text=text, raw_text=raw_text, stop_reason=ended, sampling=SamplingParams(stop=stop))
+    reader = AnswerReader(load_parser(tool, tokenizer), load_reasoning_parser(reasoning, tokenizer), ["<|im_end|>"])
+    kwargs = {"enable_thinking": True}
+    return reader.message(made, "k" * 24, tools=TOOLS, choice=ToolChoice(), template_kwargs=kwargs)
 
 
 @pytest.mark.parametrize(("name", "text"), WRITTEN.items(), ids=WRITTEN)
@@ -69,7 +86,7 @@ def test_reasoning_is_told_apart(tokenizer: Any, name: str) -> None:
     parser = load_reasoning_parser(f"vllm:{name}", tokenizer)
     assert isinstance(parser, VllmReasoningParser)
     text = "<think>why</think>so"
-    assert parser.split(text, text, {"enable_thinking": True, "thinking": True}) == ("why", "so")
+    assert parser.split(text, text, {"enable_thinking": True, "thinking": True}) == ("why", "so", "so")
 
 
 @pytest.mark.parametrize(
@@ -98,3 +115,27 @@ def test_a_message_keeps_its_reasoning_apart() -> None:
     message = assistant_message(Parsed("so", [Call("add", "{}")]), "k" * 32, "why")
     assert (message["reasoning"], message["content"]) == ("why", "so")
     assert "reasoning" not in assistant_message(Parsed("so"), "k")
+
+
+@pytest.mark.parametrize("reasoning", ["", "vllm:deepseek_r1", "vllm:qwen3"])
+@pytest.mark.parametrize("prose", ["Sure. ", ""])
+def test_a_call_between_special_tokens_is_read_beside_reasoning(tokenizer: Any, reasoning: str, prose: str) -> None:
+    thought = "<think>why</think>" if reasoning else ""
+    call = "<|tool_call_start|>[add(a=1)]<|tool_call_end|><|im_end|>"
+    found = message(tokenizer, thought + prose + call, "vllm:lfm2", reasoning)
+    assert [json.loads(one["function"]["arguments"]) for one in found["tool_calls"]] == [{"a": 1}]
+    assert (found["content"] or "").strip() == prose.strip()
+    assert found.get("reasoning") == ("why" if reasoning else None)
+
+
+@pytest.mark.parametrize("reasoning", ["vllm:deepseek_r1", "vllm:qwen3"])
+def test_a_stop_string_is_no_part_of_the_answer(tokenizer: Any, reasoning: str) -> None:
+    assert message(tokenizer, "<think>why</think>Answer END", "hermes", reasoning, ("END",))["content"] == "Answer"
+    called = "Hi END" + WRITTEN["qwen3_coder"]
+    assert message(tokenizer, called, "vllm:qwen3_coder", stop=("END",))["content"] == "Hi"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1,}', "[1]", "1", "a"])
+def test_what_is_called_without_an_object_stays_text(arguments: str) -> None:
+    written = f"add {arguments}"
+    assert read_calls(lambda text: Parsed("", [Call("add", arguments)]), written) == Parsed(written)
