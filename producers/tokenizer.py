@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import MessageError, ModelError
 from sluice.pipeline.prompts.chat_template import image_placeholders, settle
+from sluice.pipeline.prompts.detokenizer import has_byte_fallback
 from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.pipeline.wire.codec import read_json
 
@@ -61,20 +62,6 @@ def _model_file(path: str, name: str, revision: str = "main") -> dict[str, Any]:
     return _json(Path(file)) if file else {}
 
 
-class TextDecoder:
-    """Token ids to text without special tokens."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        pieces = [f"<0x{byte:02X}>" for byte in range(256)] if _has_byte_fallback(tokenizer) else []
-        ids = (tokenizer.convert_tokens_to_ids(piece) for piece in pieces)
-        self.byte_ids = frozenset(token for token in ids if token is not None and token != tokenizer.unk_token_id)
-        """SentencePiece's bytes. A run of them is decoded as a whole: one bad byte makes all of it U+FFFD."""
-
-    def __call__(self, token_ids: Sequence[int], /) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
-
-
 def token_namer(renderer: Renderer) -> Callable[[int], dict[str, Any]]:
     """A token id to its `token` and `bytes` in OpenAI's logprobs; the bytes of a text's tokens are the text's."""
     to_bytes = _token_bytes(renderer.tokenizer)
@@ -84,11 +71,6 @@ def token_namer(renderer: Renderer) -> Callable[[int], dict[str, Any]]:
         return {"token": raw.decode(errors="replace"), "bytes": list(raw)}
 
     return named
-
-
-def _has_byte_fallback(tokenizer: Any) -> bool:
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    return decoder is not None and b'"ByteFallback"' in decoder.__getstate__()
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -101,7 +83,7 @@ def _token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
     if core is None or core.decoder is None:
         return lambda token: str(tokenizer.decode([token])).encode()
     alphabet = _byte_alphabet() if b'"ByteLevel"' in core.decoder.__getstate__() else None
-    has_bytes = _has_byte_fallback(tokenizer)
+    has_bytes = has_byte_fallback(tokenizer)
     added = {token: one.content for token, one in tokenizer.added_tokens_decoder.items()}
 
     def to_bytes(token: int) -> bytes:

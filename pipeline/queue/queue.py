@@ -56,6 +56,7 @@ class JobQueue:
         self.keys, self.worker = keys, worker
         self.owner = secrets.token_hex(8)
         self._num_claims, self._latest = 0, b""
+        self.keep_result_s = keep_result_s
         self._keep_ms = int(keep_result_s * 1000)
         self.names = _names(client, keys, partitions, self._keep_ms)
 

@@ -78,6 +78,16 @@ class Replies:
             if not self._open[job_id]:
                 del self._open[job_id]
 
+    async def is_asked_by(self, job_id: str, request: str, kept_s: float) -> bool:
+        """Whether the job of this id is of this request (a digest): the first one names it, for `kept_s` from now."""
+        key, kept_ms = self._keys.asked + job_id, int(1000 * kept_s)
+        pipe = self._client.pipeline(transaction=False)
+        pipe.set(key, request, px=kept_ms, nx=True)
+        pipe.get(key)
+        pipe.pexpire(key, kept_ms)
+        found = cast("bytes | None", (await pipe.execute())[1])
+        return found == request.encode()
+
     async def forget(self, job_id: str, n: int = 1) -> None:
         """Remove an answer that was read; the id of the job, which has ended, is free again."""
         await self._queue.forget(job_id, n)

@@ -33,6 +33,7 @@ _TYPES = {
         "contract",
         "incarnation",
         "evaluation",
+        "asked",
     ),
     "list": ("wake", "score:answers"),
 }
@@ -118,6 +119,7 @@ class Keys:
         # + job id + : + index → the SequenceResult or DeadLetter that its caller has not read yet, expires;
         # + mailbox:<reply_to> → list for one caller: TokenDeltas, and ids of sequences that ended, expires
         self.replies = f"{self.prefix}reply:"
+        self.asked = f"{self.prefix}asked:"  # + job id → string: digest of the request that named it, expires
         self.rollouts = f"{self.prefix}rollouts"  # zset: open rollout id → ms when it counts as abandoned
         self.evaluated_rollouts = f"{self.prefix}rollouts:evaluated"  # the same of those of an evaluation
         # + rollout id → hash: state (open | closed), head, stream, g, i, n, bytes, turns (how many), turn:<place>,

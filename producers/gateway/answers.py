@@ -20,10 +20,10 @@ import msgspec
 
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.prompts.detokenizer import TextDecoder
 from sluice.pipeline.wire.messages import FinishReason, Message, SamplingParams, SequenceResult, TokenDelta
 from sluice.pipeline.wire.sampled_tokens import Place
 from sluice.producers.gateway.refusals import Refusal, refusal_of
-from sluice.producers.tokenizer import TextDecoder
 
 DONE = b"data: [DONE]\n\n"
 NameToken = Callable[[int], dict[str, Any]]
@@ -323,23 +323,23 @@ class _Characters:
     def __init__(self, decode: TextDecoder) -> None:
         self._decode = decode
         self._window: list[int] = []
+        self._text = ""  # of the window
         self._num_known = 0  # leading tokens with their text already returned
-        self._known = ""  # that text
         self._num_given = 0  # characters already returned
 
     def push(self, token: int) -> str:
         self._window.append(token)
-        text, held = self._decode(self._window), len(self._window) - self._num_known
-        if held == 1 and self._known and text == self._known:  # a special token: it is no left context
+        before, self._text = self._text, self._decode(self._window)
+        if before and self._text == before and not self._decode([token]):  # a special token: it is no left context
             self._window.pop()
             return ""
         # Later tokens can change these: bytes of an unfinished character, and a whole run of SentencePiece's bytes.
-        certain = "" if token in self._decode.byte_ids else text.rstrip("\ufffd")
-        if certain == text or held > _MOST_HELD:
-            new = text[self._num_given :]
+        certain = "" if token in self._decode.byte_ids else self._text.rstrip("\ufffd")
+        if certain == self._text or len(self._window) - self._num_known > _MOST_HELD:
+            new = self._text[self._num_given :]
             self._window = self._window[self._num_known :]
-            self._num_known, self._known = len(self._window), self._decode(self._window)
-            self._num_given = len(self._known)
+            self._num_known, self._text = len(self._window), self._decode(self._window)
+            self._num_given = len(self._text)
             return new
         new = certain[self._num_given :]
         self._num_given = max(self._num_given, len(certain))

@@ -131,8 +131,13 @@ class Once:
     def check(self, results: Sequence[SequenceResult]) -> None:
         """Raises Refusal (400) if another request with this key made the job."""
         if any(result.metadata.get(_REQUEST) != self.digest for result in results):
-            message = "the Idempotency-Key was used with another request; send each request its own key"
-            raise Refusal(400, message, "Idempotency-Key", code="idempotency_error")
+            raise self.refusal
+
+    @property
+    def refusal(self) -> Refusal:
+        """Of another request with the same key."""
+        message = "the Idempotency-Key was used with another request; send each request its own key"
+        return Refusal(400, message, "Idempotency-Key", code="idempotency_error")
 
 
 class Asked(Protocol):
@@ -267,6 +272,8 @@ class Chat:
         metadata = {} if once is None else once.metadata
         sampling = sampling if request.logprobs else unscored(sampling)
         job = self._job(request, f"chat-{name}", sampling, n=request.count, metadata=metadata, **prompt)
+        if once is not None and not await self._decoding.is_asked_by(job, once.digest):  # or a stream would show it
+            raise once.refusal
         results: list[SequenceResult] = []
         async with aclosing(self._decoding.events(job, until)) as events:
             async for event in events:

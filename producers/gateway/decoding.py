@@ -108,6 +108,10 @@ class Decoding:
                 await self.forget(job)
         raise Refusal(503, f"the sequence was cancelled {_MOST_TRIES} times before it started; try again later")
 
+    async def is_asked_by(self, job: DecodeJob, request: str) -> bool:
+        """Whether this job, which its caller named, is of this request, for as long as its answer is kept."""
+        return await self._replies.is_asked_by(job.job_id, request, self._timeout_s + self._queue.keep_result_s)
+
     async def forget(self, job: DecodeJob) -> None:
         """Delete the answer: it is stored elsewhere, or no longer needed."""
         await self._replies.forget(job.job_id, job.n)

@@ -135,7 +135,7 @@ def assistant_message(parsed: Parsed, key: str, reasoning: str = "") -> dict[str
         return {"role": "assistant", **thought, "content": parsed.content}
     calls = [
         {
-            "id": f"call_{key[:16]}_{place}",
+            "id": f"call_{key[-16:]}_{place}",
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.prompts.admission import Limits
+from sluice.pipeline.prompts.detokenizer import TextDecoder
 from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.pipeline.queue import JobQueue
 from sluice.pipeline.queue.replies import Replies
@@ -37,7 +38,7 @@ from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.parsers import load_parser, load_reasoning_parser
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.http.schemas import MAX_ID_LENGTH, ROLLOUT_ID
-from sluice.producers.tokenizer import TextDecoder, token_namer
+from sluice.producers.tokenizer import token_namer
 
 JSON = "application/json"
 

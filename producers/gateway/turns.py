@@ -263,6 +263,8 @@ def normal(message: Message) -> dict[str, Any]:
     for name in ("tool_call_id", "name"):
         if message.get(name) is not None:
             kept[name] = message[name]
+    if message.get("is_error"):
+        kept["is_error"] = True
     return kept
 
 
@@ -275,10 +277,22 @@ def _content(content: Any) -> Any:
 def _call(call: dict[str, Any]) -> list[Any]:
     function: dict[str, Any] = call.get("function") or {}
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # not JSON: the string itself is compared
-            arguments = json.loads(arguments)
+    with contextlib.suppress(ValueError, RecursionError):  # not JSON: the string itself is compared
+        arguments = _in_doubles(json.loads(arguments) if isinstance(arguments, str) else arguments)
     return [call.get("id"), function.get("name"), arguments]
+
+
+def _in_doubles(value: Any) -> Any:
+    """JSON as JavaScript reads it, and so writes it back: it has no other numbers."""
+    if isinstance(value, dict):
+        return {name: _in_doubles(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_in_doubles(one) for one in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    with contextlib.suppress(OverflowError):  # beyond any double
+        return float(value) + 0.0  # there is no negative zero in its JSON
+    return value
 
 
 def _canonical(value: Any) -> str:

@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from sluice.pipeline.errors import ModelError, RequestError
 from sluice.pipeline.prompts.chat_template import render
+from sluice.pipeline.prompts.detokenizer import TextDecoder
 from sluice.workers.engine.contracts import Backend
 from sluice.workers.engine.generation_engine import GenerationEngine
 from sluice.workers.engine.requests import GenerationOptions, ModelLoadConfig, TextGenerationRequest
-from sluice.workers.engine.running import StopStrings, end_reasons, text_decoder, truncate
+from sluice.workers.engine.running import StopStrings, end_reasons, truncate
 from sluice.workers.model_files import load_tokenizer
 from tests.contract.engine_fixtures import request, run
 from tests.tiny_models import build_tokenizer, sentence_pieces
@@ -62,7 +63,7 @@ def test_a_one_token_stop_string_acts_as_a_stop_id() -> None:
     ],
 )
 def test_stop_strings_are_found_at_their_last_token(text: str, stop: tuple[str, ...], tokens_until: str) -> None:
-    watch = StopStrings(stop, text_decoder(TOKENIZER))
+    watch = StopStrings(stop, TextDecoder(TOKENIZER))
     token_ids = TOKENIZER.encode(text)
     ended = next(i for i, token in enumerate(token_ids) if watch.push(token))
     decoded = TOKENIZER.decode(token_ids[: ended + 1])
@@ -74,7 +75,7 @@ def test_a_stop_string_begins_with_the_space_after_a_special_token() -> None:
     tokenizer: Any = sentence_pieces(strip=True)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     first, special, spaced = tokenizer.convert_tokens_to_ids(["ab", "<|end|>", "\u2581a"])
-    watch = StopStrings((" a",), text_decoder(tokenizer))
+    watch = StopStrings((" a",), TextDecoder(tokenizer))
     assert [watch.push(token) for token in (first, special, spaced)] == [None, None, " a"]
 
 
@@ -136,7 +137,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it_though_a_character_
     core = Tokenizer(models.WordLevel({"ST": 0, "OP\u00c3": 1, "\u00a9": 2, "?": 3}, unk_token="?"))
     core.decoder = decoders.ByteLevel()  # Ã and © are the two bytes of é
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)
-    watch = StopStrings(("STOP",), text_decoder(tokenizer))
+    watch = StopStrings(("STOP",), TextDecoder(tokenizer))
     assert [watch.push(token) for token in (0, 1)] == [None, "STOP"]
 
 

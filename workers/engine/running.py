@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sluice.pipeline.errors import EngineError
+from sluice.pipeline.prompts.detokenizer import TextDecoder
 from sluice.pipeline.wire.messages import Progress
 from sluice.pipeline.wire.sampled_tokens import Place, Ranked, SampledTokens
 from sluice.workers.engine.constraints import Constraint, Grammars, Narrowed
@@ -23,7 +24,6 @@ from sluice.workers.engine.contracts import DecodeEnding, EngineFacts, SequenceO
 from sluice.workers.guard.repeat import RepeatTrigger
 
 StopReason = str | int | None
-DecodeText = Callable[[Sequence[int]], str]
 _MAX_HELD_TOKENS = 8
 """Tokens after which an unfinished character counts as broken bytes; a character has at most 4 bytes."""
 
@@ -89,7 +89,7 @@ class RunningSequence:
         self.narrowed = None
         if constraint is not None:
             self.narrowed = Narrowed(constraint, grammars or Grammars(lambda: tokenizer, facts.vocab_size))
-        self._watch = StopStrings(sampling.stop, text_decoder(tokenizer)) if sampling.stop else None
+        self._watch = StopStrings(sampling.stop, TextDecoder(tokenizer)) if sampling.stop else None
         self._replay()
         self._reported = len(self.tokens)
 
@@ -228,14 +228,6 @@ def end_reasons(
     return reasons
 
 
-def text_decoder(tokenizer: Any) -> DecodeText:
-    """Token ids -> text without special tokens; uses the Rust tokenizer directly if there is one."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        return lambda token_ids: backend.decode(token_ids, skip_special_tokens=True)
-    return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
-
-
 def truncate(text: str, stop: Iterable[str]) -> str:
     """The text before its earliest stop string."""
     return text[: min((at for string in stop if (at := text.find(string)) >= 0), default=len(text))]
@@ -254,7 +246,7 @@ class StopStrings:
     a stop string that began there.
     """
 
-    def __init__(self, stop: Sequence[str], decode: DecodeText) -> None:
+    def __init__(self, stop: Sequence[str], decode: TextDecoder) -> None:
         self._stop = tuple(stop)
         self._decode = decode
         self._keep = max(map(len, stop)) - 1

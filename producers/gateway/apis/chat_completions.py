@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Path, Request, Response
 from pydantic import BaseModel, Field
 
+from sluice.pipeline.prompts.detokenizer import TextDecoder
 from sluice.pipeline.wire.messages import MAX_ALTERNATIVES, Message, TokenDelta
 from sluice.producers.gateway.answers import (
     DONE,
@@ -53,7 +54,6 @@ from sluice.producers.http.schemas import (
     JsonObject,
 )
 from sluice.producers.http.strict_json import StrictRoute
-from sluice.producers.tokenizer import TextDecoder
 
 
 class ChatRequest(FormattedOptions, CompletionsRequest):  # type: ignore[misc]

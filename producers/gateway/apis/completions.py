@@ -14,6 +14,7 @@ import msgspec
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import ConfigDict, Field
 
+from sluice.pipeline.prompts.detokenizer import TextDecoder
 from sluice.pipeline.wire.messages import MAX_ALTERNATIVES, SamplingParams, SequenceResult, TokenDelta
 from sluice.pipeline.wire.sampled_tokens import Place
 from sluice.producers.gateway.answers import (
@@ -57,7 +58,6 @@ from sluice.producers.gateway.service import (
 )
 from sluice.producers.http.schemas import STOP
 from sluice.producers.http.strict_json import StrictRoute
-from sluice.producers.tokenizer import TextDecoder
 
 
 class CompletionRequest(FormattedOptions):

@@ -429,7 +429,7 @@ class ResponsesAnswer:
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": counts["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": counts["total_tokens"],
@@ -655,14 +655,15 @@ async def _respond(
     request: Request,
     idempotency_key: str | None = None,
 ) -> Response:
-    service.chat.check_model(body.model)
     body.check()
     history = History()
     if body.previous_response_id is not None:
         history = await stored.history(body.previous_response_id)
         body = in_rollout(body, conversation=history.rollout_id)
+    service.chat.check_model(body.model, body.rollout_id)
     call, sampling = body.call(history.messages), body.sampling(service.config.sampling)
-    asked = [call.messages, call.tools, msgspec.to_builtins(sampling)]
+    forced = service.chat.constrained(call, sampling)
+    asked = [call.messages, call.tools, call.template_kwargs, msgspec.to_builtins(forced)]
     name = ResponseName.made(call.rollout_id or idempotency_key, asked, history)
     made = ResponsesAnswer(body, str(name), service.text_stream(call, sampling), service.token_names)
     once = Once.of(idempotency_key, body, 1)

@@ -207,6 +207,12 @@ async def test_a_response_is_not_stored_in_another_rollout_or_without_store(conf
         first = await openai.responses.create(**asked, extra_body={"rollout_id": "a"})
         repeat = await openai.responses.create(**asked, extra_body={"rollout_id": "a"})
         assert (repeat.id, repeat.output) == (first.id, first.output)
+        tools = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
+        free = await openai.responses.create(**asked, tools=tools, extra_body={"rollout_id": "c"})
+        forced = await openai.responses.create(
+            **asked, tools=tools, tool_choice="required", extra_body={"rollout_id": "c"}
+        )
+        assert free.id != forced.id, "they are two turns"
         unstored = await openai.responses.create(**asked, store=False)
         for more in (
             {"previous_response_id": first.id, "extra_body": {"rollout_id": "b"}},

@@ -139,6 +139,10 @@ async def test_a_call_repeated_with_its_idempotency_key_gets_the_same_answer(
         _, other = await gateway.post("/v1/chat/completions", body, **{"Idempotency-Key": "k-2"})
         assert [choice["token_ids"] for choice in other["choices"]] != tokens[0], "a key of its own, tokens of its own"
         hello: Any = [USER]
+        for streams in (False, True):
+            wrong = {"messages": [USER, USER], "n": 2, "stream": streams, **SHORT}
+            status, refused = await gateway.post("/v1/chat/completions", wrong, **key)
+            assert (status, refused["error"]["code"]) == (400, "idempotency_error"), "nothing of the other is shown"
         stream = await gateway.openai.chat.completions.create(
             model="default",
             messages=hello,

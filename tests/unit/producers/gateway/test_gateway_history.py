@@ -12,6 +12,13 @@ from hypothesis import strategies as st
 from sluice.producers.gateway.turns import Found, digests, goes_on_from, normal
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    call = {**CALL, "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 roles = st.sampled_from(["system", "user", "assistant", "tool"])
 messages_of = st.lists(st.builds(lambda role, text: {"role": role, "content": text}, roles, st.sampled_from("abc")))
 
@@ -27,6 +34,9 @@ class Known:
         ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
         ({"role": "assistant"}, {"role": "assistant", "content": [], "tool_calls": [], "refusal": None}),
         ({"role": "user", "content": "ab"}, {"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}),
+        (calling('{"a": 60.0, "b": [-0.0, 9007199254740993]}'), calling('{"a": 60, "b": [0, 9007199254740992]}')),
+        (calling('{"a": 1e400, "b": true}'), calling('{"b": true, "a": 1e400}')),
+        ({"role": "tool", "content": "a", "is_error": False}, {"role": "tool", "content": "a"}),
         (
             {"role": "assistant", "content": "", "tool_calls": [CALL]},
             {
@@ -49,6 +59,9 @@ def test_what_clients_change_on_the_way_is_the_same_message(one: dict[str, Any],
         ({"role": "user", "content": "a"}, {"role": "system", "content": "a"}),
         ({"role": "tool", "content": "a", "tool_call_id": "1"}, {"role": "tool", "content": "a", "tool_call_id": "2"}),
         ({"role": "user", "content": "a", "name": "x"}, {"role": "user", "content": "a"}),
+        ({"role": "tool", "content": "a", "is_error": True}, {"role": "tool", "content": "a"}),
+        (calling('{"a": 1}'), calling('{"a": true}')),
+        (calling('{"a": 1}'), calling('{"a": "1"}')),
     ],
 )
 def test_what_means_something_else_is_another_message(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, get_args
 
 from sluice.pipeline.errors import MessageError
+from sluice.pipeline.prompts.detokenizer import TextDecoder
 from sluice.pipeline.wire.messages import FinishReason, TokenDelta
 from sluice.pipeline.wire.tokens import FloatArray, TokenArray
 from sluice.producers.gateway.answers import DONE, Answer, by_id, finish_reason, with_error
@@ -23,8 +24,17 @@ def delta(index: int, text: str) -> TokenDelta:
     )
 
 
-def letters(token_ids: Sequence[int]) -> str:
-    return "".join(map(chr, token_ids))
+class Letters(TextDecoder):
+    """A token is a character."""
+
+    def __init__(self) -> None:
+        self.byte_ids = frozenset()
+
+    def __call__(self, token_ids: Sequence[int], /) -> str:
+        return "".join(map(chr, token_ids))
+
+
+letters = Letters()
 
 
 async def chunks(*source: TokenDelta | Answer, marker: str | None = None, **fields: Any) -> list[dict[str, Any]]:

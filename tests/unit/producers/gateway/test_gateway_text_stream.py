@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.pipeline.prompts.detokenizer import TextDecoder
 from sluice.producers.gateway.answers import TextStream
 from sluice.producers.gateway.parsers import Hermes
-from sluice.producers.tokenizer import TextDecoder
 from tests.tiny_models import build_tokenizer, sentence_pieces
 
 MARKER = Hermes.marker

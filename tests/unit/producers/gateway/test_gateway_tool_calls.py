@@ -85,3 +85,8 @@ def test_a_parser_that_cannot_be_had_is_named(name: str) -> None:
 
 def test_a_parser_of_ones_own_is_taken_by_its_path() -> None:
     assert load_tool_parser("json:loads") is json.loads
+
+
+def test_the_calls_of_every_choice_have_ids_of_their_own() -> None:
+    messages = [assistant_message(Parsed("", [Call("f", "{}")] * 2), "a" * 24 + f"{index:x}") for index in range(3)]
+    assert len({call["id"] for message in messages for call in message["tool_calls"]}) == 6
