@@ -14,6 +14,7 @@ import yaml
 
 from scripts import pin_images
 from sluice.pipeline.config import Config, load_config
+from tests import gpu_locks
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = "lock-linux-x86_64.txt"
@@ -171,6 +172,15 @@ def test_gpu_services_see_the_gpus_and_workers_share_the_locks() -> None:
     assert "gpu-locks:/run/sluice-gpu" in SERVICES["worker-gpu"]["volumes"]
     assert "--set worker.claim_gpu=true" in words("worker-gpu")
     assert SERVICES["worker-gpu"]["environment"]["SLUICE_GPU_LOCK_DIR"] == "/run/sluice-gpu"
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_a_role_claims_no_gpu_or_can_write_its_lock(name: str) -> None:
+    """On a host with NVIDIA's driver every container sees the GPUs in /proc, whether it was given one or not."""
+    service = SERVICES[name]
+    where = gpu_locks.lock_dir(service["command"], service["environment"])
+    assert (where is not None) == ("gpu" in service.get("profiles", [])), "who was given GPUs claims one of them"
+    assert where is None or any(volume.endswith(f":{where}") for volume in service["volumes"])
 
 
 def test_volumes_are_declared() -> None:

@@ -14,6 +14,7 @@ import yaml
 from scripts import kubernetes as manifests
 from sluice.pipeline.config import load_config
 from sluice.pipeline.wire.keys import Keys
+from tests import gpu_locks
 
 BASE = manifests.MANIFESTS / "base"
 OVERLAYS = {path.name: manifests.build(path) for path in manifests.overlays()}
@@ -142,6 +143,13 @@ def test_secrets_are_referred_to_and_only_who_needs_the_broker_sees_it(overlay: 
     if sees_broker:
         assert env["REDIS_URL"]["value"] == "redis://:$(REDIS_PASSWORD)@redis:6379/0"
         assert list(env).index("REDIS_PASSWORD") < list(env).index("REDIS_URL"), "it is filled in from what precedes it"
+
+
+@pytest.mark.parametrize(("overlay", "name"), OURS)
+def test_a_container_locks_no_gpu_that_the_cluster_handed_out(overlay: str, name: str) -> None:
+    (container,) = spec(OURS[overlay, name])["containers"]
+    environment = {one["name"]: one.get("value", "") for one in container["env"]}
+    assert gpu_locks.lock_dir(container["command"], environment) is None, "its pod has no folder of locks"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
