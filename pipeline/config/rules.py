@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from ipaddress import IPv6Address
 from math import inf
+from operator import attrgetter
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -150,50 +151,59 @@ def _identity(config: Config) -> list[tuple[bool, str]]:
     ]
 
 
-def _numbers(config: Config) -> list[tuple[bool, str]]:
-    positive = {
-        "data.epochs": config.data.epochs,
-        "producer.group_size": config.producer.group_size,
-        "producer.samples_per_version": config.producer.samples_per_version,
-        "producer.max_in_flight_mb": config.producer.max_in_flight_mb,
-        "worker.max_batch": config.worker.max_batch,
-        "worker.max_attempts": config.worker.max_attempts,
-        "worker.renew_s": config.worker.renew_s,
-        "consumer.count": config.consumer.count,
-        "consumer.row_tokens": config.consumer.row_tokens,
-        "trainer.publish_every": config.trainer.publish_every,
-        "trainer.checkpoint_every": config.trainer.checkpoint_every,
-        "trainer.learning_rate": config.trainer.learning_rate,
-        "trainer.max_grad_norm": config.trainer.max_grad_norm,
-        "trainer.micro_batch_tokens": config.trainer.micro_batch_tokens,
-        "trainer.minibatches": config.trainer.minibatches,
-        "trainer.ranks": config.trainer.ranks,
-        "trainer.tensor_parallel": config.trainer.tensor_parallel,
-        "trainer.rank_timeout_s": config.trainer.rank_timeout_s,
-        "trainer.checkpoint_timeout_s": config.trainer.checkpoint_timeout_s,
-        "trainer.keep_checkpoints": config.trainer.keep_checkpoints,
-        "broker.socket_timeout_s": config.broker.socket_timeout_s,
-        "weights.load_timeout_s": config.weights.load_timeout_s,
-        "weights.store_timeout_s": config.weights.store_timeout_s,
-        "weights.anchor_every": config.weights.anchor_every,
-        "weights.cache_gb": config.weights.cache_gb,
-        "weights.publish_timeout_s": config.weights.publish_timeout_s,
-    }
-    found = [(value > 0, f"{key} must be > 0, got {value}") for key, value in positive.items()]
-    limit = config.data.limit
-    found.append((limit is None or limit >= 0, f"data.limit must be >= 0, got {limit}"))
-    copy_gb = config.weights.second_copy_gb
-    found.append((copy_gb is None or copy_gb >= 0, f"weights.second_copy_gb must be >= 0 or null, got {copy_gb}"))
-    pause_s = config.weights.max_pause_s
-    found.append((pause_s is None or pause_s > 0, f"weights.max_pause_s must be > 0 or null, got {pause_s}"))
-    fraction = config.rollout_matching.gt_only_fraction
-    found.append((0 <= fraction <= 1, f"rollout_matching.gt_only_fraction must be in 0..1, got {fraction}"))
-    for key in ("count", "checkpoint_tokens", "keep_result_s"):
-        value = getattr(config.worker, key)
-        found.append((value >= 0, f"worker.{key} must be >= 0, got {value}"))
+_RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
+    "> 0": (
+        lambda value: value > 0,
+        (
+            "broker.socket_timeout_s", "broker.connect_timeout_s",
+            "model.preprocess.max_pixels", "model.preprocess.min_pixels",
+            "data.epochs",
+            "producer.group_size", "producer.samples_per_version", "producer.max_in_flight_mb", "producer.poll_s",
+            "worker.max_batch", "worker.max_attempts", "worker.lease_s", "worker.renew_s", "worker.stall_timeout_s",
+            "worker.poll_s", "worker.vllm.kv_cache_gb", "worker.vllm.max_model_len", "worker.vllm.tensor_parallel_size",
+            "consumer.count", "consumer.row_tokens", "consumer.max_sample_tokens", "consumer.poll_s",
+            "rollout_matching.match_top_k", "rollout_matching.max_objects", "rollout_matching.max_text_chars",
+            "trainer.publish_every", "trainer.checkpoint_every", "trainer.learning_rate", "trainer.max_grad_norm",
+            "trainer.micro_batch_tokens", "trainer.minibatches", "trainer.ranks", "trainer.tensor_parallel",
+            "trainer.rank_timeout_s", "trainer.checkpoint_timeout_s", "trainer.keep_checkpoints",
+            "trainer.batch_wait_s", "trainer.lora.alpha",
+            "weights.load_timeout_s", "weights.store_timeout_s", "weights.anchor_every", "weights.cache_gb",
+            "weights.publish_timeout_s", "weights.probe_tokens", "weights.max_pause_s",
+            "up.stop_grace_s",
+        ),
+    ),
+    ">= 0": (
+        lambda value: value >= 0,
+        (
+            "broker.retry_for_s",
+            "data.limit",
+            "worker.count", "worker.checkpoint_tokens", "worker.keep_result_s", "worker.drain_s",
+            "worker.prefix_cache_mb", "worker.prefix_wait_s", "worker.torch_threads",
+            "rollout_matching.desc_ce_weight", "rollout_matching.fp_cost", "rollout_matching.fn_cost",
+            "trainer.warmup_steps", "trainer.weight_decay", "trainer.smooth_l1_weight", "trainer.ciou_weight",
+            "trainer.max_versions", "trainer.torch_threads", "trainer.lora.rank",
+            "scorer.torch_threads",
+            "weights.probe_tolerance", "weights.second_copy_gb",
+            "up.restart_backoff_s", "up.restart_backoff_max_s", "up.max_restarts", "up.restart_window_s",
+        ),
+    ),
+    "in 0..1": (lambda value: 0 <= value <= 1, ("rollout_matching.gt_only_fraction", "rollout_matching.iou_gate")),
+    "in 0..1, 0 excluded": (lambda value: 0 < value <= 1, ("worker.vllm.gpu_memory_utilization",)),
+    "in 0..1, 1 excluded": (lambda value: 0 <= value < 1, ("trainer.betas", "trainer.lora.dropout")),
+}  # fmt: skip
+_UNBOUNDED = ("broker.retry_for_s", "trainer.max_grad_norm")  # infinity is their word for no limit
+
+
+def _numbers(config: Config) -> Iterator[tuple[bool, str]]:
+    """The range of each number that needs no other key to be judged; null is what its comment says."""
+    for words, (holds, keys) in _RANGES.items():
+        for key in keys:
+            found: Any = attrgetter(key)(config)
+            for value in found if isinstance(found, tuple) else [] if found is None else [found]:
+                yield holds(value), f"{key} must be {words}, got {value}"
+                yield value != inf or key in _UNBOUNDED, f"{key} must be a finite number, got {value}"
     needed = "sampling.logprobs must be true: training needs them; a gateway's call outside a rollout goes without"
-    found.append((config.sampling.logprobs, needed))
-    return found
+    yield config.sampling.logprobs, needed
 
 
 def _weights(config: Config) -> list[tuple[bool, str]]:
@@ -231,9 +241,6 @@ def _weights(config: Config) -> list[tuple[bool, str]]:
 def _lora(config: Config) -> list[tuple[bool, str]]:
     lora = config.trainer.lora
     return [
-        (lora.rank >= 0, f"trainer.lora.rank must be >= 0, got {lora.rank}"),
-        (lora.alpha > 0, f"trainer.lora.alpha must be > 0, got {lora.alpha}"),
-        (0 <= lora.dropout < 1, f"trainer.lora.dropout must be in 0..1, 1 excluded, got {lora.dropout}"),
         (
             lora.target_modules == "all-linear" or bool(lora.target_modules),
             "trainer.lora.target_modules is empty: name modules, such as [q_proj, v_proj], or set it to all-linear",
@@ -300,7 +307,6 @@ def _schedule(config: Config) -> list[tuple[bool, str]]:
     last = versions * trainer.publish_every if steps is None and versions is not None else steps
     moves = trainer.schedule != "constant"
     return [
-        (trainer.warmup_steps >= 0, f"trainer.warmup_steps must be >= 0, got {trainer.warmup_steps}"),
         (
             0 <= trainer.min_learning_rate <= trainer.learning_rate,
             f"trainer.min_learning_rate {trainer.min_learning_rate} must be in 0..trainer.learning_rate "
@@ -782,7 +788,7 @@ def _scorer_counts(config: Config) -> list[tuple[bool, str]]:
     return [
         (scorer.count >= 0, f"scorer.count {scorer.count} must be at least 0, 0 for no scorer"),
         (scorer.pass_tokens >= 1, f"scorer.pass_tokens {scorer.pass_tokens} must be at least 1, such as 8192"),
-        (scorer.lease_s > 0, f"scorer.lease_s {scorer.lease_s} must be above 0, such as 30"),
+        (0 < scorer.lease_s < inf, f"scorer.lease_s {scorer.lease_s} must be above 0 and finite, such as 30"),
         (kept is None or kept >= 0, f"trainer.keep_rollouts {kept} must be at least 0, 0 for none, or null for all"),
     ]
 

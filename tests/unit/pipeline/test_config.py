@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 import pytest
 import yaml
 
-from sluice.pipeline.config import load_config, resolved_yaml
+from sluice.pipeline.config import Config, load_config, resolved_yaml
 from sluice.pipeline.config.load import UNASKED, hide_password, read_config
 from sluice.pipeline.errors import ConfigError
 
@@ -308,3 +314,56 @@ def test_rules_between_keys_are_asked_unless_one_of_them_is_unsure() -> None:
     found = read_config(None, ["trainer.ranks=two", "eval.patience=3"], {})
     assert found.unasked, "what ranks leave out depends on it"
     assert "eval.patience does nothing" in found.problems[1], "evaluation doesn't"
+
+
+# Negative ones mean something, or are off: seeds, a score's threshold, a vocabulary's ids, ranges of both signs, and
+# thresholds of the guard.
+ANY_NUMBER = {
+    "seed", "sampling.seed", "sampling.top_k", "sampling.presence_penalty", "sampling.frequency_penalty",
+    "sampling.allowed_token_ids", "sampling.stop_token_ids", "eval.pass_above",
+    "rollout_matching.repeat_terminate.max_consecutive_token_repeats",
+    "rollout_matching.repeat_terminate.ngram_size", "rollout_matching.repeat_terminate.ngram_repeats",
+}  # fmt: skip
+NO_LIMIT = {"broker.retry_for_s", "trainer.max_grad_norm", "policy.weight_cap"}
+
+
+def numbers_of(section: type[msgspec.Struct], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Each key that takes a number, or a list of them, and its type."""
+    for name, annotation in get_type_hints(section).items():
+        for one in get_args(annotation) if get_origin(annotation) in (UnionType, Union) else [annotation]:
+            if isinstance(one, type) and issubclass(one, msgspec.Struct):
+                yield from numbers_of(one, f"{above}{name}.")
+            elif one in (int, float) or (get_origin(one) is tuple and {int, float} & {*get_args(one)}):
+                yield f"{above}{name}", one
+
+
+@pytest.mark.parametrize(("key", "kind"), list(numbers_of(Config)))
+def test_a_number_that_means_nothing_is_refused(key: str, kind: Any) -> None:
+    kinds = [one for one in get_args(kind) if one is not ...] or [kind]
+    values = [] if key in ANY_NUMBER else [-1]
+    if float in kinds:
+        values += [math.nan] if key in NO_LIMIT else [math.nan, math.inf]
+    for value in values:
+        given = [value] * len(kinds) if get_args(kind) else value
+        text = yaml.safe_dump(given, default_flow_style=True).partition("\n")[0]
+        with pytest.raises(ConfigError, match=key.rpartition(".")[2]):
+            load_config(None, [f"{key}={text}"], {})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("rollout_matching.match_top_k", "0", "must be > 0, got 0"),  # no prediction would match
+        (
+            "rollout_matching.max_text_chars",
+            "0",
+            "must be > 0, got 0",
+        ),  # the truth would be trained in place of answers
+        ("trainer.betas", "[1.5, 0.9]", "must be in 0..1, 1 excluded, got 1.5"),
+        ("worker.vllm.gpu_memory_utilization", "7", "must be in 0..1, 0 excluded, got 7.0"),
+        ("trainer.learning_rate", ".inf", "must be a finite number, got inf"),
+    ],
+)
+def test_what_is_out_of_range_is_named_with_the_range(key: str, value: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{key} {says}")):
+        load_config(None, [f"{key}={value}"], {})
