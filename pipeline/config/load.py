@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
@@ -89,8 +90,9 @@ def read_config(
     """For a command that has more to say than the first error; raises ConfigError if the file can't be read at all."""
     tree, problems, unsure = _read(Path(path)) if path else {}, list[str](), _Unsure()
     origin = str(path) if path else "defaults"
+    environ = os.environ if environ is None else environ
     for name, dotted in ENVIRONMENT.items():
-        if text := (os.environ if environ is None else environ).get(name):
+        if text := environ.get(name):
             with _collected(problems, unsure, dotted):
                 _put_variable(tree, name, dotted, text)
     for item in overrides:
@@ -112,7 +114,8 @@ def read_config(
     between, unasked = rules.between_sure_keys(config, judged.keys)
     unasked = unasked or bool(judged.sections & rules.at_fault(config))
     at_fault = set[str]().union(*alone.values()) if problems else rules.at_fault(config)
-    problems += [f"{origin}: {complaint}" for complaint in (*alone, *between)]
+    problems += [f"{_variable_at_fault(config, complaint, environ) or origin}: {complaint}" for complaint in alone]
+    problems += [f"{origin}: {complaint}" for complaint in between]
     return Found(config, problems, frozenset(unsure.sections | at_fault), unasked)
 
 
@@ -156,6 +159,19 @@ def _collected(problems: list[str], unsure: _Unsure, *dotted: str) -> Generator[
 def _put_variable(tree: dict[str, Any], name: str, dotted: str, text: str) -> None:
     where = f"environment variable {name}"
     _put(tree, dotted, _value_alone(dotted, text, where) if dotted.startswith(_PARSED) else text, where)
+
+
+def _variable_at_fault(config: Config, complaint: str, environ: Mapping[str, str]) -> str | None:
+    """The environment variable without whose value this rule of a key's own would hold."""
+    for name, dotted in ENVIRONMENT.items():
+        if str(attrgetter(dotted)(config)) == environ.get(name):
+            section, _, key = dotted.partition(".")
+            usual = getattr(Config(), section)
+            if key:
+                usual = msgspec.structs.replace(getattr(config, section), **{key: getattr(usual, key)})
+            if complaint not in rules.complaints(msgspec.structs.replace(config, **{section: usual})):
+                return f"environment variable {name}"
+    return None
 
 
 def _override(tree: dict[str, Any], item: str) -> None:

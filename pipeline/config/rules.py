@@ -952,7 +952,11 @@ def _tracing(tracing: TracingConfig) -> list[tuple[bool, str]]:
     endpoint, ratio = urlsplit(tracing.endpoint), tracing.sample_ratio
     is_url = endpoint.scheme in ("http", "https") and bool(endpoint.netloc)
     return [
-        (is_url, f"tracing.endpoint must be http://HOST:PORT or https://…, got {tracing.endpoint!r}"),
+        # Where tracing is off, its variable may be there for other programs of the host, in a form that they take.
+        (
+            is_url or not tracing.enabled,
+            f"tracing.endpoint must be http://HOST:PORT or https://…, got {tracing.endpoint!r}",
+        ),
         (0 <= ratio <= 1, f"tracing.sample_ratio must be in 0..1, got {ratio}"),
         (tracing.max_queue >= 1, f"tracing.max_queue must be >= 1, got {tracing.max_queue}"),
         (0 < tracing.timeout_s < inf, f"tracing.timeout_s must be a finite number above 0, got {tracing.timeout_s}"),

@@ -367,3 +367,22 @@ def test_a_number_that_means_nothing_is_refused(key: str, kind: Any) -> None:
 def test_what_is_out_of_range_is_named_with_the_range(key: str, value: str, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{key} {says}")):
         load_config(None, [f"{key}={value}"], {})
+
+
+def test_a_collector_that_others_use_is_no_matter_of_a_run_without_tracing() -> None:
+    others = {"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4317"}
+    assert not load_config(None, environ=others).tracing.enabled
+    with pytest.raises(ConfigError, match=r"tracing\.endpoint must be http://HOST:PORT"):
+        load_config(None, ["tracing.enabled=true"], others)
+
+
+def test_a_rule_that_a_variable_breaks_names_the_variable(tmp_path: Path) -> None:
+    broken = {"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4317", "SLUICE_METRICS_HOST": "0.0.0.0"}
+    path = write(tmp_path, "tracing: {enabled: true, max_queue: 0}")
+    found = read_config(path, environ=broken).problems
+    assert [one.partition(": tracing.")[0] for one in found] == [
+        "environment variable OTEL_EXPORTER_OTLP_ENDPOINT",
+        str(path),
+    ]
+    (problem,) = read_config(None, ["tracing={enabled: true, endpoint: 'other:1'}"], broken).problems
+    assert problem.startswith("defaults: tracing.endpoint"), "--set wins over the variable"
