@@ -132,11 +132,24 @@ def test_what_people_look_at_wants_its_key(name: str, tmp_path: Path) -> None:
     environment = service["environment"]
     assert environment["NEEDED"] == f"${{{key}:-}}"
     assert f"# {key}=\n" in (ROOT / ".env.example").read_text()
-    entrypoint = [word.replace("$$", "$") for word in service["entrypoint"]]
+    entrypoint = [word.replace("$$", "$").replace("/tmp/", f"{tmp_path}/") for word in service["entrypoint"]]
     for value, runs in (("", False), ("k", True)):
         env = {"PATH": os.environ["PATH"], "NEEDED": value}
         done = subprocess.run([*entrypoint, "touch", str(marker)], env=env, check=False)
         assert ((done.returncode == 0), marker.exists()) == (runs, runs)
+    if name == "prometheus":
+        (file,) = [path for path in tmp_path.iterdir() if path != marker]
+        assert (file.read_text(), file.stat().st_mode & 0o777) == ("k", 0o600)
+        assert f"credentials_file: /tmp/{file.name}" in (ROOT / "deploy/prometheus/prometheus.yml").read_text()
+        assert marker.stat().st_mode & 0o044, "what it writes itself has the usual mode"
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_what_compose_copies_into_a_container_needs_no_writable_root(name: str) -> None:
+    """It mounts secrets and configs that are files; it can't copy a value into a root that is read-only."""
+    given = {kind: SERVICES[name].get(kind, []) for kind in ("secrets", "configs")}
+    sources = [STACK[kind][one["source"] if isinstance(one, dict) else one] for kind in given for one in given[kind]]
+    assert not SERVICES[name]["read_only"] or all("file" in source for source in sources)
 
 
 def test_the_dashboard_listens_and_everybody_gets_the_key_that_they_need() -> None:
@@ -145,7 +158,7 @@ def test_the_dashboard_listens_and_everybody_gets_the_key_that_they_need() -> No
     assert f"http://127.0.0.1:{port}/health" in dashboard["healthcheck"]["test"][-1]
     assert dashboard["ports"] == [f"127.0.0.1:{port}:{port}"]
     assert dashboard["environment"]["SLUICE_DASHBOARD_KEY"] == "${SLUICE_DASHBOARD_KEY:-}"
-    assert STACK["secrets"] == {SERVICES["prometheus"]["secrets"][0]: {"environment": "SLUICE_DASHBOARD_KEY"}}
+    assert SERVICES["prometheus"]["environment"]["NEEDED"] == "${SLUICE_DASHBOARD_KEY:-}"
     assert SERVICES["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"] == "${GRAFANA_PASSWORD:-}"
 
 
