@@ -39,8 +39,8 @@ RUN pip install -c requirements/constraints.txt ".[data,s3,vllm]"
 FROM base AS runtime
 # Named volumes take the owner of these folders, so nothing in them belongs to root.
 RUN useradd --uid 10001 --create-home sluice \
- && mkdir -p /runs /configs /run/sluice-gpu \
- && chown sluice:sluice /runs /run/sluice-gpu
+ && mkdir -p /runs /cache /configs /run/sluice-gpu \
+ && chown sluice:sluice /runs /cache /run/sluice-gpu
 ENV SLUICE_RUN_DIR=/runs SLUICE_GPU_LOCK_DIR=/run/sluice-gpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 WORKDIR /home/sluice
 ENTRYPOINT []

@@ -25,7 +25,12 @@ def localised(word: str, stack: Stack) -> str:
     """A word of the compose file with its container paths on this machine."""
     word = word.replace("${SLUICE_CONFIG_FILE:-detection.yaml}", stack.config_file.name)
     word = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word)  # what is not set
-    for inside, here in (("/configs", stack.config_file.parent), ("/inputs", "inputs"), ("/runs", "runs")):
+    for inside, here in (
+        ("/configs", stack.config_file.parent),
+        ("/inputs", "inputs"),
+        ("/runs", "runs"),
+        ("/cache", "cache"),
+    ):
         if word.startswith(inside):
             return str(stack.directory / here) + word.removeprefix(inside)
     return word

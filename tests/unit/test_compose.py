@@ -196,6 +196,16 @@ def test_a_role_claims_no_gpu_or_can_write_its_lock(name: str) -> None:
     assert where is None or any(volume.endswith(f":{where}") for volume in service["volumes"])
 
 
+@pytest.mark.parametrize("name", [name for name in ROLES if "runs:/runs" in SERVICES[name]["volumes"]])
+def test_what_a_role_fetches_is_kept_on_disk(name: str) -> None:
+    """A tmpfs is memory, and has no room for a large model's versions."""
+    service = SERVICES[name]
+    cache = service["environment"]["XDG_CACHE_HOME"]
+    (volume,) = [one.partition(":")[0] for one in service["volumes"] if one.endswith(f":{cache}")]
+    assert volume in STACK["volumes"]
+    assert re.search(rf"chown sluice:sluice [^\n]*{cache}\b", (ROOT / "Dockerfile").read_text()), "or root owns it"
+
+
 def test_volumes_are_declared() -> None:
     used = {v.split(":")[0] for s in SERVICES.values() for v in s["volumes"] if not v.startswith((".", "$"))}
     assert used == set(STACK["volumes"])

@@ -207,9 +207,10 @@ def with_components(tmp_path: Path, overlay: str, *names: str) -> list[dict[str,
     return manifests.build(mine.parent)
 
 
-def test_a_store_is_reached_by_who_sees_the_broker_and_by_nobody_else(tmp_path: Path) -> None:
-    docs = with_components(tmp_path, "observability", "store")
-    assert list(manifests.faults(docs)) == []
+@pytest.mark.parametrize("overlay", ["observability", "gpu-ranks"])
+def test_a_store_is_reached_by_who_sees_the_broker_and_by_nobody_else(tmp_path: Path, overlay: str) -> None:
+    docs = with_components(tmp_path, overlay, "store")
+    assert list(manifests.faults([doc for doc in docs if not doc["apiVersion"].startswith("keda.sh/")])) == []
     pods = {doc["metadata"]["name"]: doc for doc in docs if manifests.pod(doc) is not None}
     has = {name for name, doc in pods.items() if "envFrom" in manifests.containers(doc)[0]}
     assert has == {"producer", "worker", "scorer", "consumer", "evaluator", "trainer", "dashboard"}
@@ -220,6 +221,23 @@ def test_a_store_is_reached_by_who_sees_the_broker_and_by_nobody_else(tmp_path: 
         if policy["spec"]["podSelector"]["matchLabels"].items() <= labels(doc).items()
     }
     assert reached == has
+
+
+@pytest.mark.parametrize("overlay", ["observability", "gpu-ranks"])
+def test_what_is_fetched_from_a_store_has_room(tmp_path: Path, overlay: str) -> None:
+    """A pod that writes more than an emptyDir's limit is evicted."""
+    most_gb = load_config(BASE / "config.yaml", environ={}).weights.cache_gb
+    pods = {
+        doc["metadata"]["name"]: spec(doc) for doc in with_components(tmp_path, overlay, "store") if manifests.pod(doc)
+    }
+    for name in ("worker", "scorer", "trainer"):
+        (container,) = pods[name]["containers"]
+        (cache,) = [one["value"] for one in container["env"] if one["name"] == "XDG_CACHE_HOME"]
+        (mounted,) = [one["name"] for one in container["volumeMounts"] if one["mountPath"] == cache]
+        (volume,) = [one for one in pods[name]["volumes"] if one["name"] == mounted]
+        limit = re.fullmatch(r"(\d+)Gi", volume["emptyDir"]["sizeLimit"])
+        assert limit
+        assert int(limit[1]) > most_gb
 
 
 def test_one_node_of_a_laptop_has_room_for_all_of_kind() -> None:
