@@ -30,7 +30,7 @@ from sluice.pipeline.config.types import Config, FleetRun, MetricsConfig
 from sluice.pipeline.errors import BrokerError, ConfigError, EngineError, SluiceError, as_one, first_cause
 from sluice.pipeline.images.store import images_of_run
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.run.role import Role, default_name, leave_within, role_process, use_free_gpu
+from sluice.pipeline.run.role import Role, default_name, leave_within, role_process, use_free_gpus
 from sluice.pipeline.telemetry.exporter import RunsTelemetry, metrics_server
 from sluice.pipeline.weights.versions import base_digest
 from sluice.pipeline.wire.waits import WaitKind
@@ -216,7 +216,9 @@ async def work_for_all(fleet: Config, stop: asyncio.Event | None = None) -> None
     with contextlib.ExitStack() as held:
         telemetry = RunsTelemetry()
         address = held.enter_context(metrics_server(fleet.metrics, telemetry))
-        held.enter_context(use_free_gpu(wanted=fleet.worker.claim_gpu))  # released last: the process holds its memory
+        held.enter_context(
+            use_free_gpus(wanted=fleet.worker.claim_gpu, count=fleet.worker.gpus)
+        )  # released last: the process holds its memory
         worker = FleetWorker(fleet, name, members, room, telemetry, address, stop)
         with worker.signals() if stop is None else contextlib.nullcontext():
             await worker.run()

@@ -14,7 +14,7 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.images.store import images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import Claim
-from sluice.pipeline.run.role import Role, default_name, role_process, use_free_gpu
+from sluice.pipeline.run.role import Role, default_name, role_process, use_free_gpus
 from sluice.pipeline.wire.messages import DecodeJob, SequenceResult
 from sluice.pipeline.wire.waits import WaitKind
 from sluice.workers.engine import import_engines
@@ -32,7 +32,7 @@ async def work(config: Config, stop: asyncio.Event | None = None) -> None:
     check_directory(config.model.path)
     with contextlib.ExitStack() as gpu:  # released last: the process holds GPU memory until the end
         async with role_process(config, "worker", default_name("worker"), stop) as role:
-            gpu.enter_context(use_free_gpu(wanted=config.worker.claim_gpu))
+            gpu.enter_context(use_free_gpus(wanted=config.worker.claim_gpu, count=config.worker.gpus))
             role.status.waiting(WaitKind.ENGINE, config.model.path)
             await serve(role)
 

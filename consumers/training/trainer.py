@@ -61,7 +61,7 @@ from sluice.pipeline.errors import ConfigError, DeadlineExceeded, WeightsError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.scores import Scores
 from sluice.pipeline.run import preflight, provenance
-from sluice.pipeline.run.role import Role, default_name, role_process, use_free_gpu
+from sluice.pipeline.run.role import Role, default_name, role_process, use_free_gpus
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.telemetry.spans import step_ref
 from sluice.pipeline.weights.versions import Ahead, read_manifest
@@ -445,7 +445,7 @@ def _warn_of_errors(answers: Sequence[ScoreResult]) -> None:
 
 async def train(config: Config) -> None:
     """Run the trainer until the run ends; on several ranks, this one's part of it."""
-    with use_free_gpu(wanted=config.trainer.claim_gpu), sharding(config) as shards:
+    with use_free_gpus(wanted=config.trainer.claim_gpu), sharding(config) as shards:
         if shards is None or shards.ranks is None:
             await _train(config, shards, None)
         elif shards.ranks.leads:

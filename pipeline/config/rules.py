@@ -553,6 +553,23 @@ def _ranks(config: Config) -> Iterator[tuple[bool, str]]:
     )
 
 
+_ALL_VISIBLE = ("auto", "balanced", "balanced_low_0", "sequential")  # transformers' words for it
+
+
+def _device_map(config: Config) -> Iterator[tuple[bool, str]]:
+    """A model on several GPUs, and a claim that leaves one visible: it would be placed on that one."""
+    spread, worker = config.model.device_map in _ALL_VISIBLE, config.worker
+    for section, claims in (
+        ("worker", worker.claim_gpu and "hf" in (worker.backend, worker.fallback_backend)),
+        ("scorer", config.scorer.claim_gpu),
+    ):
+        yield (
+            not (spread and claims),
+            f"model.device_map {config.model.device_map} with {section}.claim_gpu true, which leaves one GPU visible; "
+            f"set {section}.claim_gpu to false, or model.device_map to null",
+        )
+
+
 def _deterministic(config: Config) -> Iterator[tuple[bool, str]]:
     """What `deterministic` needs: what is left to time or to a neighbour in a pass changes bits."""
     if not config.deterministic:
@@ -848,7 +865,7 @@ def _policy_and_others(config: Config) -> Iterator[tuple[bool, str]]:
     )
 
 
-_BETWEEN = (_flow, _policy_and_others, _ranks, _deterministic, _evaluation_and_others, _adapters)
+_BETWEEN = (_flow, _policy_and_others, _ranks, _device_map, _deterministic, _evaluation_and_others, _adapters)
 
 REWARD_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}"
 MAX_REWARD_PARTS = 32  # of one run: each is a metric

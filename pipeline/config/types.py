@@ -343,7 +343,12 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     drain_s: float = 20.0  # time to finish after SIGTERM before jobs are handed back
     poll_s: float = 0.05  # polling interval when nothing wakes the worker; of many idle ones, one polls
     torch_threads: int = 1  # 0 = torch's own choice
-    claim_gpu: bool = True  # lock one free GPU of the host, if it has GPUs
+    claim_gpu: bool = True  # lock a free GPU of the host, or vllm.tensor_parallel_size of them, if it has GPUs
+
+    @property
+    def gpus(self) -> int:
+        """Of one engine, where there are GPUs."""
+        return self.vllm.tensor_parallel_size if self.backend == "vllm" else 1
 
 
 class ConsumerConfig(Section, frozen=True, kw_only=True):

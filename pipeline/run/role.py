@@ -17,8 +17,8 @@ The contract: a process whose configuration disagrees with the run's does not st
 - The number of partitions changes only when no result is left unread.
 - Onlookers (the dashboard) take no part.
 
-One GPU per process: each locks a free one on its host before torch is imported. Compose gives every replica of a
-service the same devices; the lock is a file in a directory that they share.
+A GPU for each process, or as many as its engine needs: it locks free ones of its host before torch is imported. Compose
+gives every replica of a service the same devices; the locks are files in a directory that they share.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from redis.asyncio import Redis
@@ -372,41 +372,55 @@ def host_gpus() -> list[str]:
     return [str(i) for i, _ in enumerate(sorted(Path("/proc/driver/nvidia/gpus").glob("*")))]
 
 
-def claim_gpu(gpus: list[str], lock_dir: Path) -> tuple[str, IO[str]] | None:
-    """Lock the first free GPU; None if the host has none. The lock is held until the returned file is closed.
+def claim_gpus(gpus: list[str], lock_dir: Path, count: int = 1) -> tuple[str, contextlib.ExitStack] | None:
+    """Lock the first `count` free GPUs; None if the host has none. They are held until the returned stack is closed.
 
-    Raises EngineError if all are taken.
+    Raises EngineError if fewer are free: none is held then.
     """
     if not gpus:
         return None
-    for gpu in gpus:
-        try:
-            lock_dir.mkdir(parents=True, exist_ok=True)
-            lock = (lock_dir / f"gpu-{gpu}.lock").open("a")
-        except OSError as error:
-            raise EngineError(
-                f"cannot create GPU locks ({error}); set {LOCK_DIR} to a directory that every user can write to"
-            ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            continue
-        return gpu, lock
-    raise EngineError(f"all {len(gpus)} GPUs of this host are taken; start fewer workers, or free one ({lock_dir})")
+    with contextlib.ExitStack() as held, _locked(lock_dir / "claim.lock", fcntl.LOCK_EX):  # or two may get half each
+        found: list[str] = []
+        for gpu in gpus:
+            if len(found) < count:
+                with contextlib.suppress(BlockingIOError):
+                    held.enter_context(_locked(lock_dir / f"gpu-{gpu}.lock", fcntl.LOCK_EX | fcntl.LOCK_NB))
+                    found.append(gpu)
+        if len(found) == count:
+            return ",".join(found), held.pop_all()
+    if not found:
+        raise EngineError(f"all {len(gpus)} GPUs of this host are taken; start fewer workers, or free one ({lock_dir})")
+    raise EngineError(
+        f"{len(found)} of {len(gpus)} GPUs of this host {'is' if len(found) == 1 else 'are'} free, and {count} are "
+        f"needed; start fewer workers, free some ({lock_dir}), or lower worker.vllm.tensor_parallel_size"
+    )
 
 
 @contextlib.contextmanager
-def use_free_gpu(*, wanted: bool) -> Generator[str | None]:
-    """Hold a GPU inside the block and make it the only visible one; yields its index."""
-    claim = claim_gpu(host_gpus(), default_lock_dir()) if wanted else None
+def _locked(path: Path, how: int) -> Generator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise EngineError(
+            f"cannot create GPU locks ({error}); set {LOCK_DIR} to a directory that every user can write to"
+        ) from error
+    with file:
+        fcntl.flock(file, how)
+        yield
+
+
+@contextlib.contextmanager
+def use_free_gpus(*, wanted: bool, count: int = 1) -> Generator[str | None]:
+    """Hold GPUs inside the block and make them the only visible ones; yields their indices, with commas."""
+    claim = claim_gpus(host_gpus(), default_lock_dir(), count) if wanted else None
     if claim is None:
         yield None
         return
-    gpu, lock = claim
-    with lock:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-        yield gpu
+    gpus, held = claim
+    with held:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+        yield gpus
 
 
 def default_lock_dir() -> Path:

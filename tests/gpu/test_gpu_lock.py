@@ -17,10 +17,10 @@ from sluice.pipeline.run.role import LOCK_DIR, host_gpus
 HOLD = """
 import sys
 from sluice.pipeline.errors import SluiceError
-from sluice.pipeline.run.role import use_free_gpu
+from sluice.pipeline.run.role import use_free_gpus
 
 try:
-    with use_free_gpu(wanted=True) as gpu:
+    with use_free_gpus(wanted=True) as gpu:
         import torch
 
         held = torch.ones(1 << 20, device="cuda")

@@ -27,7 +27,7 @@ from sluice.pipeline.errors import RequestError, WeightsError
 from sluice.pipeline.images.store import ImageStore, admit_images, images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.scores import ScoreJobs, TakenJob, refusal
-from sluice.pipeline.run.role import Role, default_name, role_process, use_free_gpu
+from sluice.pipeline.run.role import Role, default_name, role_process, use_free_gpus
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.messages import REFERENCE_DIRECTORY, ScoreJob, ScoreResult, WeightVersion
 from sluice.pipeline.wire.waits import WaitKind
@@ -61,7 +61,7 @@ async def serve_scores(config: Config, stop: asyncio.Event | None = None) -> Non
         logs.configure(name)
         get_logger().info("nothing to score: policy.enabled is false; exiting")
         return
-    with use_free_gpu(wanted=config.scorer.claim_gpu):
+    with use_free_gpus(wanted=config.scorer.claim_gpu):
         await _serve(config, name, stop)
 
 
