@@ -85,7 +85,7 @@ class HistoryConfig(Section, frozen=True, kw_only=True):
 class MetricsConfig(Section, frozen=True, kw_only=True):
     """`/metrics` of every process, for Prometheus."""
 
-    enabled: bool = True
+    enabled: bool = True  # false: no server for it; what the dashboard, gateway and rollout server serve beside stays
     host: str = "127.0.0.1"  # where it listens
     port: int = 0  # 0: any free port; each process's heartbeat names it
 
