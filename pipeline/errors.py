@@ -83,6 +83,10 @@ class ResultsLost(SluiceError):
     """The broker lost its newest writes, including results already read; reread what is there."""
 
 
+class ResultsChanged(SluiceError):
+    """The broker lost tokens that a caller had already, and they were decoded anew, differently; ask again."""
+
+
 class LeaseLost(SluiceError):
     """This attempt no longer owns its job; discard its output."""
 

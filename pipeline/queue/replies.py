@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from sluice.pipeline.errors import BrokerError, MessageError, ResultsLost, SluiceError
+from sluice.pipeline.errors import BrokerError, MessageError, ResultsChanged, ResultsLost, SluiceError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.queue import JobQueue, joined
 from sluice.pipeline.wire.keys import ARQ_JOB, Keys
@@ -246,14 +246,18 @@ class Awaited:
         self.is_quiet = False
 
     def finish(self, end: End) -> None:
-        """Mark as ended; the first end counts."""
-        if self.end is None:
-            if isinstance(end, SequenceResult):
-                self.add(0, end.token_ids, end.logprobs, end.ranked)
-            self.end = end
+        """Mark as ended; the first end counts. Its tokens replace those that nobody has seen."""
+        if self.end is not None:
+            return
+        self.end = end
+        if isinstance(end, SequenceResult):
+            shown = self._tokens[: self._num_shown]
+            self._is_torn = list(end.token_ids[: self._num_shown]) != shown
+            self._tokens, self._logprobs = list(end.token_ids), list(end.logprobs)
+            self._places = [] if end.ranked is None else end.ranked.places()
 
     def unseen(self) -> Iterator[TokenDelta | End]:
-        """Undelivered deltas, and the end."""
+        """Undelivered deltas, and the end. Raises ResultsChanged if that doesn't go on from what was delivered."""
         at = self._num_shown
         if at < len(self._tokens) and not self._is_torn:
             self._num_shown = len(self._tokens)
@@ -262,6 +266,8 @@ class Awaited:
             yield TokenDelta(seq_id=self.seq_id, offset=at, token_ids=tokens, logprobs=logprobs, ranked=ranked)
         if self.end is not None and not self.is_over:
             self.is_over = True
+            if isinstance(self.end, SequenceResult) and self._is_torn:
+                raise ResultsChanged(f"{self.seq_id}: its first tokens were delivered, then lost and decoded anew")
             yield self.end
 
 
@@ -285,7 +291,9 @@ class Expected:
         return [cast("End", one.end) for one in self.sequences]
 
     async def events(self) -> AsyncGenerator[TokenDelta | End]:
-        """Deltas without gaps or repeats, and each sequence's end after its last delta. Raises the same as `ended`.
+        """Deltas without gaps or repeats, and each sequence's end after its last delta.
+
+        Raises the same as `ended`, and ResultsChanged in place of an end that isn't that of the deltas.
 
         After ResultsLost a new call continues where this one stopped.
         """

@@ -28,6 +28,7 @@ from sluice.pipeline.errors import (
     EngineError,
     LeaseLost,
     RequestError,
+    ResultsChanged,
     ResultsLost,
     SluiceError,
 )
@@ -68,6 +69,8 @@ def refusal_of(error: Exception) -> Refusal:
         return error
     if isinstance(error, BrokerRefused) or type(error) is ResponseError:  # retrying would fail the same way
         return Refusal(500, f"the broker refused: {error}", final=True)
+    if isinstance(error, ResultsChanged):
+        return Refusal(503, f"{error}; try again: the new answer is kept")
     if isinstance(error, BrokerError | RedisError | OSError):
         return Refusal(503, "the broker does not answer; try again later, and check `sluice status`")
     if isinstance(error, RequestError):
