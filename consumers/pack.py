@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,6 +48,18 @@ class PackedRows:
     token_types: np.ndarray
     places: list[Place]
     vision: dict[int, VisionInputs] = field(default_factory=dict)
+
+
+def ce_weights(sample: TrainingSample) -> np.ndarray:
+    """Of the cross-entropy, float32 (len(token_ids),), a copy; the first is 0: nothing predicts that token."""
+    weights = np.array(sample.weights, dtype=np.float32)
+    weights[:1] = 0.0
+    return weights
+
+
+def ce_weight_sum(samples: Iterable[TrainingSample]) -> float:
+    """Σ w of all of them, in float64."""
+    return math.fsum(float(ce_weights(sample).sum(dtype=np.float64)) for sample in samples)
 
 
 def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -120,8 +133,7 @@ def _lay(packed: PackedRows, sample: TrainingSample, place: Place, segment: int)
     if not place.length:
         return
     at = (place.row, slice(place.start, place.start + place.length))
-    weights = np.array(sample.weights, dtype=np.float32)  # a copy: asarray would write into the sample
-    weights[0] = 0.0
+    weights = ce_weights(sample)
     packed.input_ids[at] = sample.token_ids
     packed.labels[at] = np.where(weights != 0, np.asarray(sample.labels, dtype=np.int64), IGNORED)
     packed.weights[at] = weights

@@ -23,6 +23,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from sluice.consumers.groups import Group, Place
+from sluice.consumers.pack import ce_weights
 from sluice.consumers.rewards import Refused, Reward
 from sluice.consumers.tasks.rollout import rewarded
 from sluice.consumers.tasks.segments import LeftOut
@@ -154,7 +155,7 @@ def _not_for_policy(sample: TrainingSample) -> tuple[str, str] | None:
 
 def _group_trains(samples: Sequence[TrainingSample], policy: PolicyConfig) -> bool:
     """Whether any loss has a gradient."""
-    if any(any(sample.weights) or sample.geometry for sample in samples):
+    if any(ce_weights(sample).any() or sample.geometry for sample in samples):
         return True
     return _makes_pair(samples) if policy.by_pairs else any(_trains(sample) for sample in samples)
 

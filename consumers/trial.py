@@ -18,6 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sluice.consumers.groups import Assembler, Group
+from sluice.consumers.pack import ce_weights
 from sluice.consumers.rewards import Refused, Reward, Rewards
 from sluice.consumers.samples import Sampler, image_token_of
 from sluice.consumers.tasks.registry import open_task
@@ -138,7 +139,7 @@ def _answer(
     about: dict[str, Any] = {"parsed": parsed, "matched": matched}
     if sample is not None:
         mask = sample.response_mask.expand() if sample.advantage is not None else []
-        weighed = sum(1 for weight in sample.weights if weight)
+        weighed = int((ce_weights(sample) != 0).sum())
         about |= {"reward": sample.reward, "advantage": sample.advantage, "trained_tokens": max(weighed, sum(mask))}
     if isinstance(score, Reward):
         about |= {"reward_parts": score.parts, "reward": score.total}

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from PIL import Image
 
+from sluice.consumers.pack import ce_weights
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training.images import given_ids
 from sluice.pipeline.config.types import Config, ImagesConfig
@@ -165,9 +166,8 @@ class TextRows:
 
     def row(self, sample: TrainingSample, files: Sequence[Path]) -> Row:
         """Raises NotText; RequestError for images that the sample's tokens weren't made of."""
-        ids, weights = list(sample.token_ids), np.array(sample.weights, dtype=np.float32)
-        weights[:1] = 0.0
-        on = np.flatnonzero(weights)
+        ids = list(sample.token_ids)
+        on = np.flatnonzero(ce_weights(sample))
         if not len(on):
             raise NotText("no_weight", "")
         begin, end = int(on[0]), int(on[-1]) + 1

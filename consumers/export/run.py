@@ -26,7 +26,7 @@ from sluice.consumers.export.texts import TextShape, TextShapes
 from sluice.consumers.history.files import consumer_files
 from sluice.consumers.history.reader import HistoryReader
 from sluice.consumers.history.records import SequenceDetail
-from sluice.consumers.pack import IGNORED
+from sluice.consumers.pack import IGNORED, ce_weights
 from sluice.consumers.run_files import HISTORY, ROLLOUTS
 from sluice.consumers.samples import image_token_of
 from sluice.consumers.tasks.codec import HFTextCodec
@@ -158,7 +158,7 @@ def _shape(directory: Path, kind: Kind, asked: Shape | None) -> Shape:
     if asked is not None:
         return asked
     found = (one.sample for one in read_run(directory, kind))
-    is_policy_alone = all(sample.reward is not None and not any(sample.weights[1:]) for sample in found)
+    is_policy_alone = all(sample.reward is not None and not ce_weights(sample).any() for sample in found)
     return "completion" if is_policy_alone else "tokens"
 
 
@@ -359,8 +359,7 @@ def sft_row(one: Exported) -> Row | None:
 
     `labels[i]` is the target at position i, as in transformers: -100 where the weight is 0.
     """
-    weights = np.array(one.sample.weights, dtype=np.float32)
-    weights[:1] = 0.0  # the first token has no context to predict it from
+    weights = ce_weights(one.sample)
     if not weights.any():
         return None
     labels = np.where(weights != 0, np.asarray(one.sample.labels, dtype=np.int64), IGNORED)
@@ -370,4 +369,4 @@ def sft_row(one: Exported) -> Row | None:
 
 def is_plain(one: Exported) -> bool:
     """Whether labels alone express all its weights."""
-    return all(weight in (0.0, 1.0) for weight in one.sample.weights[1:])
+    return bool(np.isin(ce_weights(one.sample), (0.0, 1.0)).all())

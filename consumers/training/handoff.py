@@ -19,7 +19,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import re
 import shutil
@@ -38,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedModel
 
-from sluice.consumers.pack import IGNORED, shares_of
+from sluice.consumers.pack import IGNORED, ce_weight_sum, ce_weights, shares_of
 from sluice.consumers.samples import blind, letter
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training.checkpoint import TrainerState, model_of, write_state
@@ -128,8 +127,7 @@ def tensors_of(
     for sample in samples:
         if sample.images and images is None:
             raise TaskError(f"{sample.seq_id}: {blind(len(sample.images))}")
-    weights = _rows(samples, [sample.weights for sample in samples], 0.0, torch.float32)
-    weights[:, :1] = 0.0  # the first token has no context to predict it from
+    weights = _rows(samples, [ce_weights(sample) for sample in samples], 0.0, torch.float32)
     labels = _rows(samples, [sample.labels for sample in samples], IGNORED, torch.int64)
     labels[weights == 0] = IGNORED
     proximal = [proximal_of(sample, line) for sample in samples]
@@ -161,7 +159,7 @@ def totals_of(samples: Sequence[TrainingSample]) -> Totals:
         samples=len(samples),
         tokens=sum(len(sample.token_ids) for sample in samples),
         response_tokens=sum(sum(sample.response_mask.expand()) for sample in samples),
-        weight=math.fsum(weight for sample in samples for weight in sample.weights[1:]),
+        weight=ce_weight_sum(samples),
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from sluice.consumers.pack import PackedRows
+from sluice.consumers.pack import PackedRows, ce_weight_sum, ce_weights
 from sluice.consumers.training import lora
 from sluice.consumers.training.forward import Proof, TrainerForward, VisionSource
 from sluice.consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
@@ -279,7 +279,7 @@ def _clipped(parameters: Sequence[torch.nn.Parameter], limit: float) -> float:
 def _trains(samples: Sequence[TrainingSample], policy: PolicyTerm | PairTerm | None) -> bool:
     """Whether the loss of these samples has a term."""
     of_policy = policy is not None and policy.trains
-    return of_policy or any(sample.geometry or any(sample.weights) for sample in samples)
+    return of_policy or any(sample.geometry or ce_weights(sample).any() for sample in samples)
 
 
 def _gathered(scores: Sequence[Sequence[float]], samples: Sequence[TrainingSample], ranks: Ranks) -> list[list[float]]:
@@ -291,7 +291,7 @@ def _gathered(scores: Sequence[Sequence[float]], samples: Sequence[TrainingSampl
 
 
 def _weight(samples: Sequence[TrainingSample]) -> float:
-    return max(sum(sum(sample.weights) for sample in samples), 1e-8)
+    return max(ce_weight_sum(samples), 1e-8)
 
 
 def _boxes(samples: Sequence[TrainingSample]) -> int:

@@ -363,6 +363,17 @@ def test_a_group_that_trains_otherwise_is_not_dropped() -> None:
     assert (len(samples), letters) == (2, [])
 
 
+def test_the_weight_of_the_first_token_trains_nothing() -> None:
+    def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
+        made = exact_answer.target(matched, ctx)
+        return structs.replace(made, weights=FloatArray([1.0, *made.weights[1:]]))
+
+    context = replace(CONTEXT, policy=PolicyConfig(enabled=True, zero_variance="filter"))
+    sampler = Sampler(replace(TASK, target=target), context, ConsumerConfig())
+    samples, letters = sampler.samples_of(group(*rewarded(1.0, 1.0)))
+    assert (samples, [one.reason for one in letters]) == ([], ["zero_variance"] * 2)
+
+
 def test_a_cut_sequence_trains_no_token_and_its_reward_counts() -> None:
     cut, whole = rewarded(1.0, 0.0)
     cut = structs.replace(cut, finish_reason="length")

@@ -109,6 +109,21 @@ def test_samples_without_weight_change_nothing(source: Path) -> None:
     assert same(before, weights_of(step))
 
 
+def with_first(sample: TrainingSample, weight: float) -> TrainingSample:
+    return msgspec.structs.replace(sample, weights=FloatArray([weight, *sample.weights[1:]]))
+
+
+def test_the_weight_of_the_first_token_counts_nowhere(source: Path) -> None:
+    """It has no context to predict it from, so it isn't trained."""
+    plain, odd = train_step(source), train_step(source)
+    wanted = plain.run(batch(), 1)
+    assert odd.run([with_first(sample, 3.0) for sample in batch()], 1) == wanted
+    assert same(weights_of(odd), weights_of(plain))
+    before = weights_of(odd)
+    assert odd.run([with_first(silent(batch()[0]), 1.0)], 2)["train/skipped_updates"] == 1.0
+    assert same(weights_of(odd), before)
+
+
 def test_geometry_is_learnt_from_the_coordinate_tokens(source: Path) -> None:
     target = GeometryTarget(positions=(3, 4, 5, 6), box=(0, 0, 999, 999))
     sample = msgspec.structs.replace(silent(random_sample("g", 10)), geometry=[target])
