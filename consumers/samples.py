@@ -139,8 +139,8 @@ class Sampler:
             sample = replace(sample, metrics={**sample.metrics, **reward.metrics})
         if result.images and self._image_token_id is not None:
             sample = _with_images(sample, result, self._image_token_id)
-        sample = _without_reshaped(sample, result, self._context.policy)
-        return _limited(sample, result, self._context.policy)
+        sample = _limited(sample, result, self._context.policy)  # first: its rules hold for reshaped tokens as well
+        return _without_reshaped(sample, result, self._context.policy)
 
 
 def _not_for_policy(sample: TrainingSample) -> tuple[str, str] | None:

@@ -408,6 +408,19 @@ def test_the_reward_of_what_is_overlong_falls() -> None:
         assert [str(share) for share in shares] == [str(wanted - 1.0)] * 2, "never -0.0"
 
 
+def test_the_rules_on_length_count_reshaped_tokens_too() -> None:
+    span = Reshaped(start=0, end=2, sampling=SamplingParams(presence_penalty=1.0))
+    plain = structs.replace(result(reward=1.0), truth=None, finish_reason="length")
+    options = {"mask_truncated": True, "ce_weight": 0.5, "overlong_tokens": 3, "overlong_buffer": 2}
+    context = replace(CONTEXT, policy=PolicyConfig(enabled=True, **options))
+    one = Sampler(TASK, context, ConsumerConfig())
+    [wanted], [] = one.samples_of(group(plain))
+    [found], [] = one.samples_of(group(structs.replace(plain, reshaped=[span])))
+    assert (wanted.reward, any(wanted.weights)) == (0.0, False)
+    assert found.reshaped
+    assert structs.replace(found, reshaped=[], metrics={}) == structs.replace(wanted, metrics={})
+
+
 @pytest.mark.parametrize("on_reshaped", ["mask", "train"])
 def test_tokens_drawn_from_another_distribution_are_marked_and_by_default_not_trained(on_reshaped: Any) -> None:
     policy = PolicyConfig(enabled=True, advantage="reward", on_reshaped=on_reshaped)
