@@ -62,6 +62,11 @@ def ce_weight_sum(samples: Iterable[TrainingSample]) -> float:
     return math.fsum(float(ce_weights(sample).sum(dtype=np.float64)) for sample in samples)
 
 
+def ce_token_count(samples: Iterable[TrainingSample]) -> int:
+    """Tokens with a weight."""
+    return sum(int(np.count_nonzero(ce_weights(sample))) for sample in samples)
+
+
 def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Sample indices per row, every index once; a row with several samples holds at most `budget` tokens."""
     rows: list[list[int]] = []

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedModel
 
-from sluice.consumers.pack import IGNORED, ce_weight_sum, ce_weights, shares_of
+from sluice.consumers.pack import IGNORED, ce_token_count, ce_weight_sum, ce_weights, shares_of
 from sluice.consumers.samples import blind, letter
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training.checkpoint import TrainerState, model_of, write_state
@@ -83,6 +83,7 @@ class Totals(TypedDict):
     tokens: int
     response_tokens: int  # of `response_mask`
     weight: float  # of `weights`
+    weighted_tokens: int  # tokens with a weight
 
 
 class Batch(TypedDict):
@@ -160,6 +161,7 @@ def totals_of(samples: Sequence[TrainingSample]) -> Totals:
         tokens=sum(len(sample.token_ids) for sample in samples),
         response_tokens=sum(sum(sample.response_mask.expand()) for sample in samples),
         weight=ce_weight_sum(samples),
+        weighted_tokens=ce_token_count(samples),
     )
 
 

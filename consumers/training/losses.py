@@ -1,7 +1,8 @@
 """Teacher-forced losses, each as a sum and its divisor; log-probabilities of given tokens.
 
-- Micro-batches are combined by adding sums and totals over the optimiser batch; the loss is sum / total, so
-  the split into micro-batches and rows has no effect on it.
+- Micro-batches are combined by adding sums and totals over the optimiser batch; the loss is sum / total (of the
+  cross-entropy beside a policy loss another divisor, see step.py), so the split into micro-batches and rows has no
+  effect on it.
 - `labels[:, i]` is the target at position i: its logits are those of position i - 1.
 - No function makes the logits of all positions at once (row_logits.py).
 """

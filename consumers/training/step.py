@@ -1,7 +1,9 @@
 """One step over a list of samples: packed micro-batches, one loss over all of them, or over each minibatch.
 
-- loss = Σ w·CE / Σ w + Σ geometry / boxes + the policy loss (policy/loss.py), with sums over the whole optimiser batch,
+- loss = Σ w·CE / N + Σ geometry / boxes + the policy loss (policy/loss.py), with sums over the whole optimiser batch,
   so the split into micro-batches doesn't change it. A sample may contribute to any of the three terms.
+- N is Σ w without a policy loss: weights are relative. With one, N is the number of tokens with a weight, and weights
+  are coefficients, as `policy.ce_weight` is: by Σ w a factor of all weights would cancel.
 - With `trainer.minibatches` each part of the batch is an optimiser batch. A step of the session, its record, checkpoint
   and version stay those of the whole batch: what counts steps or staleness doesn't see the parts. The record has the
   same means over all of them: each part weighs as much as it has tokens, boxes or sequences.
@@ -18,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from sluice.consumers.pack import PackedRows, ce_weight_sum, ce_weights
+from sluice.consumers.pack import PackedRows, ce_token_count, ce_weight_sum, ce_weights
 from sluice.consumers.training import lora
 from sluice.consumers.training.forward import Proof, TrainerForward, VisionSource
 from sluice.consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
@@ -89,9 +91,9 @@ class TrainStep:
     ) -> dict[str, float]:
         """Train once on the samples; returns numbers under `train/` keys, and `policy/` ones with a policy loss.
 
-        `train/loss` is the cross-entropy only; `version` is that of the weights before this step, None if they
-        have none; `own` and `reference` as in `PolicyTerm`. A non-finite gradient skips the update and is counted, and
-        so does a part of the batch that trains nothing: the optimiser's momentum would move the weights.
+        `train/loss` is the mean cross-entropy, Σ w·CE / Σ w; `version` is that of the weights before this step, None if
+        they have none; `own` and `reference` as in `PolicyTerm`. A non-finite gradient skips the update and is counted,
+        and so does a part of the batch that trains nothing: the optimiser's momentum would move the weights.
         """
         rate = self._learning_rate(step)
         policy = self._policy
@@ -152,7 +154,7 @@ class TrainStep:
 
     def _backward(self, samples: Sequence[TrainingSample], policy: PolicyTerm | PairTerm | None) -> tuple[float, float]:
         """Gradients of the loss of one optimiser batch; its sums of cross-entropy and geometry."""
-        total, boxes = _weight(samples), _boxes(samples)
+        divisor, boxes = self._ce_divisor(samples), _boxes(samples)
         ce_sum = geometry_sum = 0.0
         # With tensor parallelism transformers sums some gradients over ranks behind each pass, and what earlier passes
         # left in them once more: each pass starts without.
@@ -160,7 +162,7 @@ class TrainStep:
         beside, sums = others if parts else [], dict[torch.nn.Parameter, torch.Tensor]()
         for packed in self._micro_batches(samples):
             ce, geometry, of_policy = self._losses(packed, samples, policy)
-            loss = ce / total + geometry / boxes + of_policy
+            loss = ce / divisor + geometry / boxes + of_policy
             if loss.requires_grad:
                 loss.backward()
                 for parameter in beside:
@@ -172,6 +174,10 @@ class TrainStep:
         for parameter, gradient in sums.items():
             parameter.grad = gradient
         return ce_sum, geometry_sum
+
+    def _ce_divisor(self, samples: Sequence[TrainingSample]) -> float:
+        """N above."""
+        return max(1, ce_token_count(samples)) if self._policy.enabled else _weight(samples)
 
     def score(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
         """Per sample, the logprob (nats) of each token given those before it, under the current weights.

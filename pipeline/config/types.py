@@ -153,7 +153,7 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     mismatch: Literal["none", "truncate", "mask"] = "none"  # correction of engine versus trainer; see policy.md
     mismatch_cap: float = 2.0  # C: weights above it are cut; mask: tokens outside [1/C, C] are left out
     mismatch_level: Literal["token", "sequence"] = "token"  # sequence: the product over its tokens
-    ce_weight: float = 0.0  # cross-entropy on the sampled tokens of right answers, added to the policy loss
+    ce_weight: float = 0.0  # times the mean cross-entropy of right answers' sampled tokens, added to the loss
     clip_eps: float = 0.2  # the ratio is clipped to [1 - clip_eps, 1 + clip_eps_high]
     clip_eps_high: float | None = None  # None: clip_eps
     dual_clip: float | None = None  # > 1; None: off

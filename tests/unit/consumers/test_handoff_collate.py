@@ -38,3 +38,9 @@ def test_what_nobody_scored_has_its_behaviour_logprob() -> None:
     assert torch.equal(batch["proximal_logprobs"], batch["logprobs"])
     assert batch["proximal_logprobs"].tolist() == [BEHAVIOUR, [0.0] * 4]
     assert (batch["proximal_versions"] == -1).all()
+
+
+def test_totals_count_what_can_be_trained() -> None:
+    weights = FloatArray([1.0, 0.0, 0.25, 0.25])  # the first token has nothing to predict it
+    totals = tensors_of([training_sample("a:0", 4, weights=weights)], pad_id=0)["totals"]
+    assert (totals["weight"], totals["weighted_tokens"]) == (0.5, 2)

@@ -93,7 +93,7 @@ def expected(step: TrainStep, samples: list[TrainingSample]) -> tuple[Reference,
         tokens += zip(logp.tolist(), proximal, behaviour, advantages, strict=True)
     found, slopes = reference(tokens, [on for sample in samples for on in in_the_loss(sample)], POLICY)
     policy = (torch.cat(logps) * torch.from_numpy(slopes)).sum() / found.tokens
-    total = sum(sum(sample.weights) for sample in samples)
+    total = sum(sum(1 for weight in sample.weights if weight) for sample in samples)
     taught = sum((plain_cross_entropy(step, sample) for sample in samples), torch.zeros(()))
     step.model.zero_grad()
     (policy + taught / total).backward()
@@ -106,6 +106,21 @@ def plain_cross_entropy(step: TrainStep, sample: TrainingSample) -> torch.Tensor
     logprobs = step.model(input_ids=torch.tensor([list(sample.token_ids)])).logits[0, :-1].double().log_softmax(-1)
     picked = logprobs.gather(1, torch.tensor(list(sample.labels))[1:, None])[:, 0]
     return -(picked * torch.tensor(list(sample.weights))[1:]).sum()
+
+
+def test_the_weight_of_right_answers_scales_their_cross_entropy(source: Path) -> None:
+    """Twice the weight adds twice the gradient; train/loss is the mean before it."""
+    found: list[tuple[float, torch.Tensor]] = []
+    for weight in (0.0, 0.25, 0.5):
+        step = train_step(source, policy=POLICY, max_grad_norm=NO_CLIPPING)
+        right = FloatArray([0.0, 0.0] + [weight] * 12)
+        samples = [policy_sample(step, "right", 14, 0.8, weights=right), policy_sample(step, "wrong", 9, -0.8)]
+        record, gradient = run(step, samples)
+        found.append((record["train/loss"], torch.cat([gradient[name].flatten() for name in sorted(gradient)])))
+    (_, without), (loss, once), (same_loss, twice) = found
+    assert same_loss == pytest.approx(loss)
+    torch.testing.assert_close(twice - without, 2 * (once - without), rtol=1e-4, atol=1e-6)
+    assert float((once - without).abs().max()) > 1e-3
 
 
 def run(step: TrainStep, samples: list[TrainingSample], **options: Any) -> tuple[dict[str, float], dict[str, Any]]:

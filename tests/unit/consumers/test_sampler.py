@@ -411,7 +411,7 @@ def test_the_reward_of_what_is_overlong_falls() -> None:
 def test_the_rules_on_length_count_reshaped_tokens_too() -> None:
     span = Reshaped(start=0, end=2, sampling=SamplingParams(presence_penalty=1.0))
     plain = structs.replace(result(reward=1.0), truth=None, finish_reason="length")
-    options = {"mask_truncated": True, "ce_weight": 0.5, "overlong_tokens": 3, "overlong_buffer": 2}
+    options: dict[str, Any] = {"mask_truncated": True, "ce_weight": 0.5, "overlong_tokens": 3, "overlong_buffer": 2}
     context = replace(CONTEXT, policy=PolicyConfig(enabled=True, **options))
     one = Sampler(TASK, context, ConsumerConfig())
     [wanted], [] = one.samples_of(group(plain))
