@@ -448,7 +448,12 @@ def write_state(directory: Path, state: TrainerState, fence: Callable[[], None] 
 
 def remove_unfinished_states(run_dir: Path) -> None:
     """Remove what a trainer that lost its role hasn't finished writing, so it can't put that in place any more."""
-    for directory, names in (("checkpoints", ".step-*.tmp"), ("weights", ".v*.tmp"), ("", f".{HANDOFF_FILE}.*.tmp")):
+    for directory, names in (
+        ("checkpoints", ".step-*.tmp"),
+        ("rollouts", ".step-*.tmp"),
+        ("weights", ".v*.tmp"),
+        ("", f".{HANDOFF_FILE}.*.tmp"),
+    ):
         remove_unfinished(run_dir / directory, names)
 
 

@@ -89,13 +89,13 @@ class KeptRollouts:
     def __init__(self, directory: Path, keep: int | None) -> None:
         self._directory, self._keep = directory, keep
 
-    def save(self, step: int, samples: Sequence[TrainingSample]) -> None:
-        """Write one step's samples, and delete files that are too old."""
+    def save(self, step: int, samples: Sequence[TrainingSample], fence: Callable[[], None] = lambda: None) -> None:
+        """Write one step's samples, and delete files that are too old; `fence` as in `write_atomic`."""
         if self._keep == 0:
             return
         name = f"step-{step:06d}"
         path = self._directory / f"{name}.msgpack"
-        write_atomic(path, encode(TrainingBatch(batch_id=name, samples=list(samples))))
+        write_atomic(path, encode(TrainingBatch(batch_id=name, samples=list(samples))), fence=fence)
         fsync_directory(self._directory)
         if self._keep is not None:
             for _, old in _rollout_files(self._directory)[: -self._keep]:
@@ -151,12 +151,13 @@ class StepRecords:
     ) -> None:
         """Write the files of one step from weights of `version`, before it is durable.
 
-        `fence` is called before the lines, and may raise to prevent them.
+        `fence` is called before whatever changes a file, and may raise to prevent it.
         """
         if self._written == step:  # an earlier attempt failed
+            fence()
             self.resume(step - 1)
         self._written = step
-        self._kept.save(step, samples)
+        self._kept.save(step, samples, fence)
         fence()
         self._metrics.append(step, version=version, at=time.time(), **values)
         seq_ids = [sample.seq_id for sample in samples]

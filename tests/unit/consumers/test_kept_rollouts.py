@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from sluice.consumers.training.step_log import KeptRollouts, read_rollouts
-from sluice.pipeline.errors import DataError
+from sluice.consumers.training.checkpoint import remove_unfinished_states
+from sluice.consumers.training.step_log import KeptRollouts, StepRecords, read_rollouts, read_steps
+from sluice.consumers.training.trackers import Trackers
+from sluice.pipeline.config.types import Config, HistoryConfig, TrainerConfig
+from sluice.pipeline.errors import DataError, LeaseLost
 from tests.factories import training_sample
 
 
@@ -59,3 +64,32 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "step-000003.msgpack").write_bytes(b"\x07")
     with pytest.raises(DataError, match=r"step-000003.msgpack: cannot be read .*delete it"):
         list(read_rollouts(tmp_path))
+
+
+def test_a_trainer_that_lost_its_role_leaves_the_file_of_its_successor(tmp_path: Path) -> None:
+    def lost() -> None:
+        raise LeaseLost("took over this role")
+
+    config = Config(
+        run_dir=str(tmp_path), history=HistoryConfig(enabled=False), trainer=TrainerConfig(keep_rollouts=None)
+    )
+    records = StepRecords(cast(Any, SimpleNamespace(config=config)), Trackers(config), tmp_path)
+    records.write(1, 0, [training_sample("a:0")], {})
+    with pytest.raises(LeaseLost):
+        records.write(2, 1, [training_sample("late:0")], {}, lost)
+    assert steps(tmp_path / "rollouts") == [1]
+    records.write(2, 1, [training_sample("b:0")], {})
+    with pytest.raises(LeaseLost):  # another attempt would cut what is there
+        records.write(2, 1, [training_sample("late:0")], {}, lost)
+    found = {step: batch.samples[0].seq_id for step, batch in read_rollouts(tmp_path / "rollouts")}
+    assert found == {1: "a:0", 2: "b:0"}
+    assert [each["step"] for each in read_steps(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_successor_removes_what_is_left_to_rename(tmp_path: Path) -> None:
+    def superseded() -> None:
+        remove_unfinished_states(tmp_path)
+
+    with pytest.raises(FileNotFoundError):
+        KeptRollouts(tmp_path / "rollouts", None).save(1, [training_sample("a:0")], superseded)
+    assert steps(tmp_path / "rollouts") == []
