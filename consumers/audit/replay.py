@@ -44,7 +44,14 @@ from sluice.pipeline.user_modules import installed
 from sluice.pipeline.wire.messages import SequenceResult
 
 _WIDE = 150
-_STEP = ("train/loss", "policy/loss", "train/grad_norm", "train/lr", "policy/approx_kl", "policy/reward_mean")
+STEP_VALUES = (
+    "train/loss",
+    "policy/loss",
+    "train/grad_norm",
+    "train/learning_rate",
+    "policy/approx_kl",
+    "policy/reward_mean",
+)
 
 
 class ReplayedToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,7 +266,7 @@ def _replay(
         advantage=None if detail.sample is None else detail.sample.advantage,
         step=None if trained is None else trained.step,
         step_from=None if trained is None else trained.version,
-        step_values={key: float(values[key]) for key in _STEP if isinstance(values.get(key), int | float)},
+        step_values={key: float(values[key]) for key in STEP_VALUES if isinstance(values.get(key), int | float)},
         load_s=round(forced_s[0] + (0.0 if done is None else done.load_s), 3),
         replay_s=round(forced_s[1] + (0.0 if done is None else done.decode_s), 3),
         tokens=tokens,

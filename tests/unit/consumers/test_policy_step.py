@@ -12,6 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from sluice.consumers.audit.replay import STEP_VALUES
 from sluice.consumers.training import row_logits
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import PolicyConfig
@@ -210,6 +211,11 @@ def test_the_cross_entropy_is_reported_as_without_a_policy_loss(source: Path) ->
     assert record["train/loss"] == pytest.approx(plain["train/loss"], rel=1e-6)
     assert not [key for key in plain if key.startswith("policy/")]
     assert not same(weights_of(step), weights_of(off))
+
+
+def test_a_record_has_what_a_replay_shows_of_its_step(source: Path) -> None:
+    step = train_step(source, policy=POLICY)
+    assert set(STEP_VALUES) <= step.run(batch(step), 1).keys()
 
 
 def test_without_an_advantage_there_is_no_policy_loss(source: Path) -> None:
