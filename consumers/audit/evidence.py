@@ -5,6 +5,8 @@ Advantages are recomputed from the group's stored rewards, using the run's own d
 - A group is trained in one step, so its members are looked up there, even if `--limit` leaves some of them out.
 - The advantage compares all members that had a reward. `group_rewards` is their number; if fewer are stored (the
   trainer dropped some), the advantage can't be checked, unless it needs no comparison.
+- With `reinforce_pp` the stored advantage is the reward. The step normalises it over what its batch has in the loss, and
+  stores no such number, so what was trained can't be compared; a stored one that isn't the reward is wrong.
 - Parts of one index (a rollout with a forked history) count once, with the reward of the first one.
 
 A response mask is 1 exactly where the policy sampled the token and nothing left it out:
@@ -101,8 +103,10 @@ class Groups:
         if policy.advantage not in ("reward", "reinforce_pp") and (gap := self._gap(sample, len(group.expected))):
             return gap
         found = Compared(sample.advantage, group.expected.get(_place(sample.seq_id, sample.index, group.names)))
-        # The trainer may have dropped the first part, and parts may have their own rewards.
-        return "group_incomplete" if group.is_forked and not found.is_right else found
+        if not found.is_right:
+            # The trainer may have dropped the first part, and parts may have their own rewards.
+            return "group_incomplete" if group.is_forked else found
+        return "advantage_normalised" if policy.advantage == "reinforce_pp" and sample.advantage is not None else found
 
     def _gap(self, sample: TrainingSample, rewards: int) -> Unchecked | None:
         if sample.index >= 0:

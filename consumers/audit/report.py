@@ -22,6 +22,7 @@ Unchecked = Literal[
     "stale_cache",  # weights.keep_cache: sampled over a cache of older weights, so no version has its logprob
     "group_incomplete",  # some members with a reward in the advantage aren't among the stored samples
     "advantage_of_task",  # the task set the advantage itself
+    "advantage_normalised",  # over the batch, in the step (reinforce_pp): stored as the reward, which was judged
     "advantage_unstamped",  # stored by an older release: the number of rewards behind it is unknown
     "mask_of_task",  # the target is your own function, and may have cleared the mask
     "mask_unstamped",  # stored by an older release: why the trainer cleared the mask is unknown
@@ -49,6 +50,7 @@ _NOT_CHECKED: dict[Unchecked, str] = {
     "stale_cache": "stale cache, unchecked: behaviour logprobs after a change of weights (weights.keep_cache)",
     "group_incomplete": "advantages: some members of the group were not trained, so their rewards are not stored",
     "advantage_of_task": "advantages: set by the task itself",
+    "advantage_normalised": "advantages: reinforce_pp normalises them in the step, and nothing stores them so",
     "advantage_unstamped": "advantages: stored by an older release, without the number of rewards used",
     "mask_of_task": "masks: rollout_matching.target is your own, and may have cleared these",
     "mask_unstamped": "masks: stored by an older release, without the reason why the trainer cleared them",

@@ -34,6 +34,10 @@ KINDS: dict[str, tuple[Recipe, set[str]]] = {
     "without a history": (Recipe(history=False), {"handed_on"}),
     "group_mean": (Recipe(policy=PolicyConfig(enabled=True, advantage="group_mean")), set()),
     "the reward itself": (Recipe(policy=PolicyConfig(enabled=True, advantage="reward")), set()),
+    "normalised over the batch": (
+        Recipe(policy=PolicyConfig(enabled=True, advantage="reinforce_pp")),
+        {"advantage_normalised"},
+    ),
     "all rewards equal": (Recipe(rewards=(1.0, 1.0)), set()),
     "a reward is missing": (Recipe(rewards=(1.0, None, 0.0), target=no_rewards, changes={"truth": "x"}), set()),
     "without advantages": (Recipe(rewards=(1.0, 0.5), policy=PolicyConfig(), filled=False), set()),
@@ -68,7 +72,7 @@ def test_no_false_alarm(kind: str, tmp_path: Path, four_versions: Path, versions
     assert (found.wrong, found.unchecked, found.advantages.wrong) == (0, 0, 0), found.worst
     assert {each.what for each in found.not_checked} == not_checked
     assert found.right + found.marked == found.tokens > 0
-    has_advantages = recipe.policy.enabled and not_checked != {"advantage_of_task"}
+    has_advantages = recipe.policy.enabled and not not_checked & {"advantage_of_task", "advantage_normalised"}
     rewarded = found.sequences - 2 * recipe.rewards.count(None)
     assert found.advantages.right == (rewarded if has_advantages else 0)
 
