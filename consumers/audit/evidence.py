@@ -5,8 +5,8 @@ Advantages are recomputed from the group's stored rewards, using the run's own d
 - A group is trained in one step, so its members are looked up there, even if `--limit` leaves some of them out.
 - The advantage compares all members that had a reward. `group_rewards` is their number; if fewer are stored (the
   trainer dropped some), the advantage can't be checked, unless it needs no comparison.
-- With `reinforce_pp` the stored advantage is the reward. The step normalises it over what its batch has in the loss, and
-  stores no such number, so what was trained can't be compared; a stored one that isn't the reward is wrong.
+- With `reinforce_pp` the stored advantage is the reward. The step normalises it over what its batch has in the loss,
+  and stores no such number, so what was trained can't be compared; a stored one that isn't the reward is wrong.
 - Parts of one index (a rollout with a forked history) count once, with the reward of the first one.
 
 A response mask is 1 exactly where the policy sampled the token and nothing left it out:

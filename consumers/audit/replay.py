@@ -276,8 +276,8 @@ def _replay(
 
 
 def _masks(detail: SequenceDetail, start: int, count: int) -> list[tuple[bool | None, str]]:
-    """Of each token: whether the policy loss saw it, and why not; of the sample as it was handed to the trainer."""
-    sample = detail.sample
+    """Of each token: whether the policy loss saw it, and why not."""
+    sample = detail.as_trained
     if sample is None or not len(sample.response_mask) or sample.advantage is None:
         return [(None, "")] * count
     mask, codes = sample.response_mask.expand(), sample.left_out.expand() if len(sample.left_out) else []

@@ -350,14 +350,15 @@ def _tokens(runner: TaskRunner, detail: SequenceDetail, choice: Choice) -> tuple
 def _sheet(config: Config, detail: SequenceDetail, name: str) -> Sheet:
     """A proximal logprob is needed with a policy loss, for tokens older than the weights that trained them."""
     trained = detail.trained
-    scores = Scores.of(trained, detail.sample) if trained and detail.sample else None
+    sample = detail.as_trained
+    scores = Scores.of(trained, sample) if trained and sample else None
     newest = trained.version if trained else math.inf
     needed_below = newest if config.policy.enabled else -math.inf
-    if name == "trained" and detail.sample is not None:
-        return trained_sheet(detail.sample, detail.result, scores, needed_below)
+    if name == "trained" and sample is not None:
+        return trained_sheet(sample, detail.result, scores, needed_below)
     if detail.result is None:
         raise ValueError("a sheet of sampled tokens needs a result")
-    return sampled_sheet(detail.result, detail.sample, scores, needed_below)
+    return sampled_sheet(detail.result, sample, scores, needed_below)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any, Literal
 
 from sluice.consumers.dashboard.render import token_text, visible
 from sluice.consumers.history.records import Trained
-from sluice.consumers.tasks.segments import Segment
+from sluice.consumers.tasks.segments import LeftOut, Segment
 from sluice.consumers.tasks.task import TextCodec
 from sluice.pipeline.wire.messages import SequenceResult, TrainingSample
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
@@ -116,6 +117,15 @@ class Sheet:
             found[kind] = found.get(kind, 0) + sum(1 for _ in run)
         return found
 
+    @cached_property
+    def _mask(self) -> list[int]:
+        return [] if self.supervision is None else self.supervision.sampled.mask
+
+    @cached_property
+    def _left_out(self) -> list[int]:
+        sample = self.supervision
+        return [] if sample is None else sample.left_out.expand() or [LeftOut.no] * len(sample.token_ids)
+
     def _token(self, at: int, text: str, segments: Sequence[int]) -> Token:
         is_sampled, sample = self.kinds[at] == "sampled", self.supervision
         version, scored = self.versions[at], self.proximal_versions[at]
@@ -144,11 +154,12 @@ class Sheet:
         if scored > version and math.isfinite(self.proximal_logprobs[at]):
             return "valid"
         is_cut = self.supervision is not None and at >= self.agreed
-        return "not_needed" if is_cut or version >= self.needed_below else "missing"
+        is_left_out = at < self.agreed and self._left_out[at] not in (LeftOut.no, LeftOut.missing)
+        return "not_needed" if is_cut or is_left_out or version >= self.needed_below else "missing"
 
     def _losses(self, at: int, sample: TrainingSample) -> tuple[str, ...]:
-        policy = sample.advantage is not None and self.kinds[at] == "sampled"
-        on = {"cross-entropy": sample.weights[at] > 0, "policy": policy, "box": at in self.boxes}
+        policy = sample.advantage is not None and at > 0 and self._mask[at] == 1
+        on = {"cross-entropy": at > 0 and sample.weights[at] > 0, "policy": policy, "box": at in self.boxes}
         return tuple(name for name, is_on in on.items() if is_on)
 
 
@@ -188,7 +199,7 @@ def trained_sheet(
     own = scores or Scores(sample.proximal_logprobs, sample.proximal_versions)
     return Sheet(
         ids=tokens.token_ids,
-        kinds=_kinds(tokens.response_mask, sample, result),
+        kinds=_kinds(sample, result),
         versions=tokens.versions,
         logprobs=tokens.logprobs,
         proximal_versions=own.versions.expand() or [-1] * length,
@@ -208,8 +219,13 @@ def segment_name(code: int) -> str:
         return f"segment {code}"
 
 
-def _kinds(mask: Sequence[int], sample: TrainingSample, result: SequenceResult | None) -> list[Kind]:
-    """A token not sampled here came with the sequence if it wasn't sampled there either; else the task added it."""
+def _kinds(sample: TrainingSample, result: SequenceResult | None) -> list[Kind]:
+    """A token not sampled here came with the sequence if it wasn't sampled there either; else the task added it.
+
+    One with a version was sampled, whatever cleared its mask.
+    """
+    tokens = sample.sampled
+    sampled = [mask or version >= 0 for mask, version in zip(tokens.mask, tokens.versions, strict=True)]
     between: set[int] = set()
     if result is not None:
         start = len(result.prompt_token_ids)
@@ -217,7 +233,7 @@ def _kinds(mask: Sequence[int], sample: TrainingSample, result: SequenceResult |
         between = {at for at, mine in enumerate(result.sampled.mask, start) if not mine and at < agreed}
     return [
         "prompt" if at < sample.prompt_len else "sampled" if mine else "other" if at in between else "added"
-        for at, mine in enumerate(mask)
+        for at, mine in enumerate(sampled)
     ]
 
 

@@ -310,6 +310,8 @@ class TrainedRecorder(_Recorder[Trained]):
                 "handed_at": handed_at.get(sample.seq_id, 0.0),
                 "proximal_logprobs": sample.proximal_logprobs,
                 "proximal_versions": sample.proximal_versions,
+                "response_mask": sample.response_mask,
+                "left_out": sample.left_out,
             }
             self._noted.append(Trained(seq_id=sample.seq_id, step=step, version=version, state="trained", **about))
         for each in letters:

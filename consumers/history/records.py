@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Generic, Literal, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
+from sluice.consumers.tasks.segments import LeftOut
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.queue.live_jobs import JobEvent
 from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample
@@ -68,6 +70,8 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     handed_at: float = 0.0  # Unix time of the broker when the consumer handed it to the trainer
     proximal_logprobs: FloatArray = msgspec.field(default_factory=FloatArray)
     proximal_versions: Runs = Runs()
+    response_mask: Runs = Runs()  # absent in records of older releases
+    left_out: Runs = Runs()
 
 
 class SequenceDetail(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +82,16 @@ class SequenceDetail(msgspec.Struct, frozen=True, kw_only=True):
     sample: TrainingSample | None = None
     letter: DeadLetter | None = None
     trained: Trained | None = None
+
+    @property
+    def as_trained(self) -> TrainingSample | None:
+        """The sample with the masks and weights of its step; as it was handed on where the step's aren't known."""
+        sample, step = self.sample, self.trained
+        if sample is None or step is None or len(step.response_mask) != len(sample.token_ids):
+            return sample
+        codes = step.left_out.expand() or [LeftOut.no] * len(sample.token_ids)
+        weights = [0.0 if code == LeftOut.stale else each for each, code in zip(sample.weights, codes, strict=True)]
+        return replace(sample, response_mask=step.response_mask, left_out=step.left_out, weights=FloatArray(weights))
 
 
 class JobRow(msgspec.Struct, frozen=True, kw_only=True):

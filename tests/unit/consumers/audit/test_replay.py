@@ -12,16 +12,17 @@ import pytest
 from msgspec.structs import replace
 
 from sluice.consumers.groups import Group
-from sluice.consumers.history.recorder import Recorder
+from sluice.consumers.history.recorder import Recorder, TrainedRecorder
 from sluice.consumers.samples import Sampler
 from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.segments import LeftOut
 from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.pipeline.cli import main as cli
 from sluice.pipeline.config.types import Config, ModelConfig, PolicyConfig, RolloutMatchingConfig, WorkerConfig
 from sluice.pipeline.queue import seed_for
 from sluice.pipeline.run import provenance
-from sluice.pipeline.wire.messages import SamplingParams, SequenceResult
-from sluice.pipeline.wire.tokens import TokenArray
+from sluice.pipeline.wire.messages import SamplingParams, SequenceResult, TrainingSample
+from sluice.pipeline.wire.tokens import Runs, TokenArray
 from sluice.workers.engine.contracts import SequenceRequest
 from tests.contract.engine_fixtures import started
 from tests.contract.versions import Versions as Directories
@@ -83,20 +84,25 @@ def run(four_versions: Path, decoded: SequenceResult, tmp_path: Path) -> Path:
     return directory
 
 
-def record(config: Config, *results: SequenceResult) -> None:
-    recorder = Recorder(config, 0)
+def written(recorder: Recorder | TrainedRecorder) -> None:
+    async def write() -> None:
+        await recorder.flush()
+        await recorder.close()
+
+    asyncio.run(write())
+
+
+def record(config: Config, *results: SequenceResult) -> list[TrainingSample]:
+    recorder, handed_on = Recorder(config, 0), list[TrainingSample]()
     context = TaskContext(tiny_codec("bytes"), config.rollout_matching, policy=config.policy)
     for result in results:
         group = Group(result.group_id, 1, {(0, 0): replace(result, index=0, group_size=1)}, ["1000-0"])
         samples, letters = Sampler(TASK, context, config.consumer).samples_of(group)
         group.members[0, 0] = result
         recorder.note(group, samples, letters)
-
-    async def write() -> None:
-        await recorder.flush()
-        await recorder.close()
-
-    asyncio.run(write())
+        handed_on += samples
+    written(recorder)
+    return handed_on
 
 
 def call(*arguments: object) -> int:
@@ -122,6 +128,24 @@ def test_it_is_decoded_again_to_the_very_tokens(
     assert all(one["trained"] in (True, None) for one in found["tokens"])
     assert found["replay_s"] < 5
     assert found["trace"]["seq_id"] == decoded.seq_id
+
+
+def test_the_masks_are_those_of_the_step(
+    run: Path, decoded: SequenceResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = PolicyConfig(enabled=True, advantage="reward")
+    matching = RolloutMatchingConfig(task="exact_answer")
+    config = Config(run="mine", run_dir=str(run.parent), policy=policy, rollout_matching=matching)
+    [sample] = record(config, decoded)
+    on, start = sample.response_mask.expand(), sample.prompt_len
+    mask, codes = [*on[: start + 2], *[0] * (len(on) - start - 2)], [LeftOut.no] * (start + 2)
+    codes += [LeftOut.missing] * (len(on) - start - 2)
+    recorder = TrainedRecorder(config)
+    recorder.note(1, 3, [replace(sample, response_mask=Runs.of(mask), left_out=Runs.of(codes))], [])
+    written(recorder)
+    tokens = replayed(run, capsys)["tokens"]
+    assert [one["trained"] for one in tokens] == [True] * 2 + [False] * (len(tokens) - 2)
+    assert [one["left_out"] for one in tokens] == [""] * 2 + ["missing"] * (len(tokens) - 2)
 
 
 def test_another_version_is_seen_token_by_token(

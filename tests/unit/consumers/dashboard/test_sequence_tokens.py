@@ -21,6 +21,7 @@ from sluice.consumers.dashboard.tokens import (
 )
 from sluice.consumers.history.records import Trained
 from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.segments import LeftOut
 from sluice.consumers.tasks.task import TaskContext
 from sluice.pipeline.config.types import PolicyConfig, RolloutMatchingConfig
 from sluice.pipeline.wire.messages import SequenceResult
@@ -179,6 +180,24 @@ def test_boxes_to_regress_and_advantages_are_losses() -> None:
     )  # fmt: skip
     tokens = trained_sheet(graded, result).window(tiny_codec(), 0, 100)
     assert [token.losses for token in tokens] == [("policy",) if t.kind == "sampled" else () for t in tokens]
+
+
+def test_what_was_masked_is_sampled_and_not_trained_in_both_sheets() -> None:
+    result = turns()
+    ids, none = [*PROMPT, *result.token_ids], [LeftOut.no]
+    on = [0] * 3 + [1, 0, 0] + [0] * 3 + [0, 1, 1, 1]
+    sample = training_sample(
+        "job:0", len(ids), token_ids=TokenArray(ids), prompt_len=3, advantage=0.5,
+        weights=FloatArray([1.0] + [0.0] * 12),
+        response_mask=Runs.of(on), versions=Runs.of([-1] * 3 + result.versions.expand()),
+        left_out=Runs.of(none * 4 + [LeftOut.reshaped, LeftOut.missing] + none * 3 + [LeftOut.stale] + none * 3),
+    )  # fmt: skip
+    scores = Scores(FloatArray([0.0] * 13), Runs.of([-1] * 13))
+    for sheet in (sampled_sheet(result, sample, scores), trained_sheet(sample, result, scores)):
+        tokens = sheet.window(tiny_codec(), 0, 100)
+        assert [token.kind for token in tokens] == ["prompt"] * 3 + ["sampled"] * 3 + ["other"] * 3 + ["sampled"] * 4
+        assert [token.losses for token in tokens] == [("policy",) if mask else () for mask in on]
+        assert [tokens[at].proximal_state for at in (4, 5, 9)] == ["not_needed", "missing", "not_needed"]
 
 
 def test_painting_says_all_of_a_token() -> None:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from sluice.consumers.history.files import TRAINER, history_directory
 from sluice.consumers.history.reader import Files
 from sluice.consumers.history.recorder import TrainedRecorder
-from sluice.consumers.history.records import Trained
+from sluice.consumers.history.records import SequenceDetail, SequenceRow, Trained
 from sluice.consumers.samples import letter
+from sluice.consumers.tasks.segments import LeftOut
 from sluice.pipeline.config.types import Config, ConsumerConfig, HistoryConfig
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.factories import training_sample
 
-SAMPLE = training_sample("a:0", proximal_logprobs=FloatArray([0, -1, -2, -3]), proximal_versions=Runs.of([-1, 4, 4, 4]))
+SAMPLE = training_sample(
+    "a:0",
+    proximal_logprobs=FloatArray([0, -1, -2, -3]),
+    proximal_versions=Runs.of([-1, 4, 4, 4]),
+    response_mask=Runs.of([0, 1, 1, 0]),
+    left_out=Runs.of([LeftOut.no, LeftOut.no, LeftOut.no, LeftOut.stale]),
+)
 
 
 async def test_what_is_trained_and_what_is_dropped_before_it(tmp_path: Path) -> None:
@@ -34,8 +43,25 @@ async def test_what_is_trained_and_what_is_dropped_before_it(tmp_path: Path) -> 
         state="trained",
         proximal_logprobs=SAMPLE.proximal_logprobs,
         proximal_versions=SAMPLE.proximal_versions,
+        response_mask=SAMPLE.response_mask,
+        left_out=SAMPLE.left_out,
     )
     assert found["b:0"] == Trained(seq_id="b:0", step=3, version=5, state="dropped", reason="stale")
+
+
+def test_a_sample_as_trained_has_the_trainers_masks() -> None:
+    handed_on = training_sample("a:0", weights=FloatArray([0, 0, 1, 1]), response_mask=Runs.of([0, 1, 1, 1]))
+    row = SequenceRow(seq_id="a:0", job_id="a", index=0, group_size=1, state="handed_on", at=0.0)
+    record = Trained(seq_id="a:0", step=3, version=5, state="trained")
+    masks = {"response_mask": SAMPLE.response_mask, "left_out": SAMPLE.left_out}
+    detail = SequenceDetail(row=row, sample=handed_on, trained=replace(record, **masks))
+    wanted = replace(handed_on, **masks, weights=FloatArray([0, 0, 1, 0]))
+    assert detail.as_trained == wanted, "nor is a stale token in the cross-entropy"
+    for other in (None, record):  # of an older release
+        assert replace(detail, trained=other).as_trained == handed_on
+    longer = training_sample("a:0", 5)
+    assert replace(detail, sample=longer).as_trained == longer, "another attempt's"
+    assert replace(detail, sample=None).as_trained is None
 
 
 async def test_the_trainers_file_may_hold_what_all_consumers_may(tmp_path: Path) -> None:
