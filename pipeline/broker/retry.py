@@ -61,8 +61,9 @@ TRANSIENT: list[type[Exception]] = [
 # A cluster node's answers while the slot is elsewhere or moving; redis-py 8 has classes for them, 5 only text.
 _ELSEWHERE = (AskError, TryAgainError, ClusterDownError)  # MovedError is an AskError
 _ELSEWHERE_WORDS = ("MOVED ", "ASK ", "TRYAGAIN ", "CLUSTERDOWN ")
-# A replica's answers. Redis 6.2 gives them to a script in a text of its own, and redis-py has no class for that.
-_AS_REPLICA = (": -READONLY ", ": -MASTERDOWN ")
+# A replica's answers for which redis-py has no class: to a script of Redis 6.2, in a text of its own, and to calls that
+# were blocked when the server was demoted. Other answers that begin with UNBLOCKED have nothing to do with that.
+_AS_REPLICA = (": -READONLY ", ": -MASTERDOWN ", "UNBLOCKED force unblock ")
 # These have no classes, or not in every version; a pipeline adds its own text before them.
 _FOR_NOW = ("NOREPLICAS ", "MISCONF ", "BUSY ", "OOM ")
 _BACKOFF_CAP_S = 1.0
@@ -177,7 +178,7 @@ class _Heedful(AbstractConnection):
             raise redis.ConnectionError(f"{why}: {error}") from error
 
     def _why_to_leave(self, error: ResponseError) -> str:
-        """A replica says so to a script, too."""
+        """A replica says so to a script and to a blocked call, too."""
         return "the server is a replica" if any(words in str(error) for words in _AS_REPLICA) else ""
 
     if sys.version_info < (3, 11, 3):

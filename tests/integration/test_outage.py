@@ -18,6 +18,7 @@ from sluice.pipeline.broker.scripts.streams import Disown, Own, RoleKey
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.wire.keys import Keys
+from tests.blocked_reads import BlockedReads
 from tests.killable_broker import KillableBroker
 from tests.roles import eventually
 
@@ -115,6 +116,7 @@ async def test_a_stalled_broker_that_takes_no_more_bytes_is_waited_for(
 )
 async def test_a_broker_that_refuses_for_now_is_asked_again(server: KillableBroker, refuse: str, allow: str) -> None:
     client = await started(server, timeout_s=30.0)  # who asks again for want of an answer may count twice
+    reads = await BlockedReads.begin(client)
     await client.execute_command(*refuse.split())
     plain = asyncio.create_task(client.set("a", 1))
     script = asyncio.create_task(Scripts(client).ask(RoleKey(owner="owner"), Own(nonce="me", ttl_ms=1000, renew=False)))
@@ -122,9 +124,11 @@ async def test_a_broker_that_refuses_for_now_is_asked_again(server: KillableBrok
     pipe.incr("n")
     piped = asyncio.create_task(pipe.execute())
     await asyncio.sleep(0.5)
-    assert not any(task.done() for task in (plain, script, piped)), (plain, script, piped)
+    waiting = (plain, script, piped, *reads.tasks)
+    assert not any(task.done() for task in waiting), waiting
     await client.execute_command(*allow.split())
     assert await asyncio.wait_for(asyncio.gather(plain, script, piped), 60) == [True, 1, [1]]
+    await reads.end()
     await client.aclose()
 
 

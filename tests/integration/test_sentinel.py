@@ -16,6 +16,7 @@ from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Own, RoleKey
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError
+from tests.blocked_reads import BlockedReads
 from tests.failovers import MASTER, PASSWORD, Failover
 
 
@@ -54,8 +55,9 @@ async def test_connections_follow_the_primary(failover: Failover, end: int) -> N
 
 
 async def test_a_primary_that_was_demoted_under_an_open_connection_is_left(failover: Failover) -> None:
-    client: Any = connection.connect(settings(failover))
+    client: Any = connection.connect(settings(failover, socket_timeout_s=60))
     await client.set("a", 1)
+    reads = await BlockedReads.begin(client)
     with redis.Redis(port=failover.sentinels[0], socket_timeout=60) as sentinel:
         raw: Any = sentinel
         raw.execute_command("SENTINEL FAILOVER", MASTER)
@@ -64,6 +66,7 @@ async def test_a_primary_that_was_demoted_under_an_open_connection_is_left(failo
     assert await asyncio.wait_for(client.set("a", 2), 60)
     with redis.Redis(port=failover.replica, password=PASSWORD) as there:
         assert there.get("a") == b"2"
+    await reads.end()
     await client.aclose()
 
 
