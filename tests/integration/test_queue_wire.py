@@ -179,6 +179,24 @@ async def test_a_late_abort_is_left_to_the_run_of_its_job(client: Redis, keys: K
     assert await client.zscore(ARQ_ABORT, job_id) is None
 
 
+async def test_an_abort_is_never_too_old_for_a_job_that_waits(client: Redis, keys: Keys) -> None:
+    """Of this queue or of another one; what is nowhere any more is forgotten."""
+    waiting, ended, unknown, others = (tagged(keys.run, name) for name in ("waiting", "ended", "unknown", "others"))
+    queue, other = JobQueue(client, keys), JobQueue(client, Keys(f"{keys.run}-other"))
+    await queue.enqueue_calls([Call(job_id=ended, function="f")])
+    await queue.cancel([ended])
+    await held(queue)
+    await queue.enqueue_calls([Call(job_id=waiting, function="f")])
+    await other.enqueue_calls([Call(job_id=others, function="f")])
+    aborts = [waiting, ended, unknown, others]
+    await client.zadd(ARQ_ABORT, {job_id: (time.time() - 7200) * 1000 for job_id in aborts})
+    assert await held(queue) == []
+    assert (await snapshot(client, keys)).dropped == 2
+    assert [await client.zscore(ARQ_ABORT, job_id) is None for job_id in aborts] == [True, True, True, False]
+    assert await held(other) == []
+    assert await client.zscore(ARQ_ABORT, others) is None
+
+
 async def test_a_call_in_arqs_abort_cannot_be_taken_by_another_worker(client: Redis, keys: Keys) -> None:
     """arq moves the score of a running job to 1 before it notes the abort."""
     queue, other = JobQueue(client, keys), JobQueue(client, keys)
