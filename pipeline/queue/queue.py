@@ -171,6 +171,7 @@ class JobQueue:
                 enqueued_ms=int(claim.enqueued_at * 1000),
                 deadline_ms=_ms(claim.job.deadline_s) if claim.job else 0,
                 mailbox=(claim.job.reply_to or "") if claim.job else "",
+                priority=claim.job.priority if claim.job else 0,
             )
             for claim in foreign
         ]

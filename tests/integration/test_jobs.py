@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from sluice.pipeline.queue import Credit, Finished, JobQueue, arq_payload, arq_serializer
+from sluice.pipeline.queue import Call, Credit, Finished, JobQueue, arq_payload, arq_serializer
 from sluice.pipeline.queue.envelope import arq_pool
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import ARQ_JOB, Keys
@@ -74,6 +74,26 @@ async def test_priority_then_age(client: Redis, keys: Keys) -> None:
     await enqueue(queue, "urgent", priority=1)
     order = [item.job_id.rpartition(":")[2] for item in await claim(queue)]
     assert order == ["urgent", "old", "new"]
+
+
+async def test_a_deferred_call_has_its_priority_when_it_comes_due(client: Redis, keys: Keys) -> None:
+    queue = queue_of(client, keys)
+    calls = [
+        Call(job_id=f"{keys.run}:{name}", function="f", priority=priority, defer_s=600)
+        for name, priority in (("plain", 0), ("urgent", 1000))
+    ]
+    await queue.enqueue_calls([*calls, Call(job_id=f"{keys.run}:ready", function="f", priority=1)])
+    await client.zadd(keys.jobs, {call.job_id: time.time() * 1000 - 1000 for call in calls}, xx=True)
+    assert [item.job_id.rpartition(":")[2] for item in await claim(queue)] == ["urgent", "ready", "plain"]
+
+
+async def test_a_foreign_job_has_its_priority_once_it_is_read(client: Redis, keys: Keys) -> None:
+    queue = queue_of(client, keys)
+    arq, hello = arq_pool(client, keys.jobs), [{"role": "user", "content": "hi"}]
+    for name, priority in (("plain", 0), ("urgent", 1000)):
+        await arq.enqueue_job("decode", messages=hello, priority=priority, _job_id=f"{keys.run}:{name}", _defer_by=-1)
+    assert await queue.release(await claim(queue)) == 2
+    assert [item.job_id.rpartition(":")[2] for item in await claim(queue)] == ["urgent", "plain"]
 
 
 async def test_each_job_is_claimed_once_by_many_workers(client: Redis, keys: Keys) -> None:

@@ -22,10 +22,11 @@ for k = 1, total do
     outcome, full = 'over_credit', true
   end
   if not outcome then
-    local defer, deadline = tonumber(ARGV[i + 4]), tonumber(ARGV[i + 5])
-    local score = defer > 0 and now + defer or place(tonumber(ARGV[i + 3]))
+    local priority, defer, deadline = tonumber(ARGV[i + 3]), tonumber(ARGV[i + 4]), tonumber(ARGV[i + 5])
+    local score = defer > 0 and now + defer or place(priority)
     local expires = deadline > 0 and now + deadline or nil
     local held = admit(id, payload, n, score, math.floor(now), expires, ARGV[i + 7], ARGV[i + 8], ARGV[i + 9])
+    if defer > 0 then redis.call('HSET', state_of .. id, 'priority', priority) end -- see come_due
     if not call_holder(ARGV[i + 9]) then others = true end
     if asker_of(ARGV[i + 8]) then
       evaluating = evaluating + 1

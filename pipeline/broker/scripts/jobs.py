@@ -186,6 +186,7 @@ class ReadJob(NamedTuple):
     enqueued_ms: int
     deadline_ms: int  # 0 = none
     mailbox: str  # '' = none
+    priority: int
 
 
 class Settle(WordsRequest, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ class Foreign:
     reason: str = ""
     mailbox: str = ""
     born_late: bool = False
+    priority: int = 0
 
 
 def foreign(kind: str, job_id: str, n: int) -> Foreign:
@@ -39,6 +40,7 @@ def _newer(job_id: str, n: int) -> Foreign:
 
 _KINDS = {
     "job": lambda job_id, n: Foreign(arq_payload(decode_job(job_id, n=n)), n),
+    "urgent": lambda job_id, n: Foreign(arq_payload(decode_job(job_id, n=n, priority=1000)), n, priority=1000),
     "asked": lambda job_id, n: Foreign(arq_payload(decode_job(job_id, n=n, reply_to=MAILBOX)), n, mailbox=MAILBOX),
     "map": lambda job_id, n: Foreign(call_payload("decode", ({"n": n, "messages": HELLO},), {}), n),
     "fields": lambda job_id, n: Foreign(call_payload("decode", (), {"n": n, "messages": HELLO}), n),

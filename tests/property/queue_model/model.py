@@ -27,7 +27,7 @@ class QueueModel(Endings):
             if not outcome:
                 assert job.payload is not None
                 outcome = "enqueued"
-                job.due = job.home
+                job.due, job.where = job.home, "later" if job.is_deferred else "ready"
                 self.jobs[job.job_id] = job
                 if job.is_evaluated:
                     self.counts["evaluating"] += 1
@@ -51,9 +51,9 @@ class QueueModel(Endings):
         too_big = held_bytes + len(job.payload) > credit.max_bytes and flying > 0
         return flying + job.n > credit.max_in_flight or used + job.n > ahead or too_big
 
-    def put_foreign(self, job: Job) -> None:
+    def put_foreign(self, job: Job, priority: int) -> None:
         """arq's own enqueue_job: nothing is counted yet."""
-        job.real = (job.n, job.call, job.mailbox)
+        job.real = (job.n, job.call, job.mailbox, priority)
         job.mailbox = ""
         job.n, job.call, job.adopted, job.due = 1, "?", False, job.home
         self.jobs[job.job_id] = job
@@ -165,7 +165,8 @@ class QueueModel(Endings):
         for job in (self.jobs[item.job_id] for item in given):
             if job.real is None:
                 continue
-            (job.n, job.call, job.mailbox), job.real = job.real, None
+            (job.n, job.call, job.mailbox, priority), job.real = job.real, None
+            job.home = (-priority, job.home[1])
             self.counts["enqueued"] += job.n - 1
             if job.born_late:
                 self.bury(job, "dead", "expired")
@@ -357,6 +358,7 @@ class QueueModel(Endings):
             setattr(job, kind, getattr(job, kind) - 1)
 
     def _requeue(self, job: Job, *, later: bool) -> None:
+        later = later or job.is_deferred  # an abort that was cut off let it begin before its time
         if job.alone:
             self._set_apart(job, job.home, later=later)
         else:

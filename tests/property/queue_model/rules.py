@@ -74,14 +74,14 @@ class ProducerRules(QueueMachine):
         assert self.model.enqueue(wanted, NO_LIMIT, 0) == ["enqueued"]
         wanted[0].payload = self.system.redis("GET", ARQ_JOB + job.job_id)
 
-    @rule(priority=st.sampled_from([0, 0, 1]))
-    def enqueue_call(self, priority: int) -> None:
+    @rule(priority=st.sampled_from([0, 0, 1]), deferred=st.booleans())
+    def enqueue_call(self, priority: int, deferred: bool = False) -> None:
         name = self.new_name()
-        call = Call(job_id=name, function="shrink", args=(1,), priority=priority)
+        call = Call(job_id=name, function="shrink", args=(1,), priority=priority, defer_s=3600.0 * deferred)
         got = self.system.run(self.owners[0].queue.enqueue_calls([call]))
         payload = self.system.redis("GET", ARQ_JOB + name)
         assert len(payload) == len(call_payload("shrink", (1,), {}, NOW_MS))
-        job = Job(name, 1, payload, (-priority, self.model.stamp()), call="shrink")
+        job = Job(name, 1, payload, (-priority, self.model.stamp()), call="shrink", is_deferred=deferred)
         assert got == self.model.enqueue([job], type(self.credit)(0, 0, 0, 0), 0)
 
     @rule(kind=st.sampled_from(KINDS), n=st.integers(1, 3))
@@ -91,7 +91,8 @@ class ProducerRules(QueueMachine):
         self.system.put_foreign(name, made.payload)
         self.reasons[name] = made.reason
         home = (0, self.model.stamp())
-        self.model.put_foreign(Job(name, made.n, made.payload, home, made.call, made.mailbox, born_late=made.born_late))
+        job = Job(name, made.n, made.payload, home, made.call, made.mailbox, born_late=made.born_late)
+        self.model.put_foreign(job, made.priority)
 
     @precondition(lambda self: self.model.jobs)
     @rule(k=st.integers(0, 15))
@@ -285,6 +286,8 @@ class TimeRules(QueueMachine):
     def delay_ends(self, k: int) -> None:
         job = self.model.jobs[self.pick(self.live("later", "apart_later"), k)]
         self.system.delay_ends(job.job_id, apart=job.where == "apart_later")
+        if job.is_deferred:
+            job.home, job.is_deferred = (job.home[0], self.model.stamp()), False
         job.due = job.home
         if job.where == "later":
             job.where, job.hurried = "ready", False

@@ -64,7 +64,8 @@ class Job:
     expires: bool = False
     late: bool = False  # its deadline has passed
     adopted: bool = True  # False: a foreign program put it here and no script has seen it yet
-    real: tuple[int, str, str] | None = None  # n, call, mailbox of a foreign job, until its payload is read
+    real: tuple[int, str, str, int] | None = None  # n, call, mailbox, priority of a foreign job, until it is read
+    is_deferred: bool = False  # until it comes due for the first time it has no place, only a lane
     born_late: bool = False  # a foreign job whose deadline is over already
     where: Where = "ready"
     due: tuple[float, int] = (0.0, 0)
