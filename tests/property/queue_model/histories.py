@@ -290,6 +290,15 @@ def a_turn_goes_before_what_came_earlier_but_not_for_ever(machine: Machine) -> N
     assert list(machine.owners[0].held) == [first]
 
 
+def a_foreign_job_comes_back_by_its_own_priority(machine: Machine) -> None:
+    for kind in ("job", "urgent"):
+        machine.put_foreign(kind, 1)
+    machine.claim_some(0, 2)
+    machine.release(0, True, False, "")
+    machine.claim_some(1, 1)
+    assert list(machine.owners[1].held) == machine.names[1:]
+
+
 def a_callers_long_prompt_is_preferred_and_never_left(machine: Machine) -> None:
     prompt = TokenArray(range(1100))
 
@@ -326,6 +335,7 @@ HISTORIES = [
     an_abort_that_was_cut_off_lets_nobody_else_in,
     an_abort_that_came_too_late,
     an_abort_of_a_foreign_job_whose_payload_ran_out,
+    a_foreign_job_comes_back_by_its_own_priority,
     a_lease_of_its_own_that_ran_out_brings_no_company,
     a_dead_worker_loses_a_job_that_an_abort_has_moved,
     the_blame_of_a_failed_engine_stays,
