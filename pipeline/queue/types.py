@@ -35,7 +35,7 @@ def read_cursor(raw: bytes) -> tuple[int, int] | None:
 
 
 class Credit(msgspec.Struct, frozen=True):
-    """How far enqueueing may run ahead: sequences, versions, bytes. A job alone in the system is always admitted."""
+    """How far enqueueing may run ahead: sequences, versions, bytes. A job alone is limited by the versions only."""
 
     max_in_flight: int
     samples_per_version: int

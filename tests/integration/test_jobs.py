@@ -62,8 +62,19 @@ async def test_credit_limits_in_flight_and_staleness(client: Redis, keys: Keys) 
 
 async def test_an_over_credit_job_stops_the_ones_behind_it(client: Redis, keys: Keys) -> None:
     queue = queue_of(client, keys)
+    await enqueue(queue, "first")
     jobs = [decode_job(f"{keys.run}:big", n=5), decode_job(f"{keys.run}:small", n=1)]
     assert await queue.enqueue(jobs, Credit(4, 100, 0)) == ["over_credit", "over_credit"]
+
+
+async def test_a_job_alone_in_the_system_is_admitted_whatever_its_size(client: Redis, keys: Keys) -> None:
+    queue = queue_of(client, keys)
+    [big, next_one] = [decode_job(f"{keys.run}:{name}", n=5) for name in ("big", "next")]
+    assert await queue.enqueue([big], Credit(4, 4, 0, max_bytes=1)) == ["over_credit"], "it would be stale"
+    assert await queue.enqueue([big, next_one], Credit(4, 100, 0, max_bytes=1)) == ["enqueued", "over_credit"]
+    [held] = await claim(queue)
+    await queue.fail(held, "invalid_request", "no")
+    assert await queue.enqueue([next_one], Credit(4, 100, 0)) == ["enqueued"]
 
 
 async def test_priority_then_age(client: Redis, keys: Keys) -> None:

@@ -30,13 +30,15 @@ local function credit_of(counts, max_in_flight, max_bytes, per_version, stalenes
   }
 end
 
--- Whether n more sequences with that many bytes fit. If nothing else is in the system they do, staleness permitting.
+-- Whether n more sequences with that many bytes fit. If nothing else is in the system they do, staleness permitting:
+-- no waiting would make more room.
 local function admits(credit, n, bytes)
   if credit.max_in_flight <= 0 then return true end
-  local used = credit.enqueued + credit.added + n - credit.lost
+  local used = credit.enqueued + credit.added - credit.lost
   local in_flight = used - credit.trained
-  if in_flight > credit.max_in_flight or used > credit.ahead then return false end
-  return credit.bytes + credit.added_bytes + bytes <= credit.max_bytes or in_flight - n <= 0
+  if used + n > credit.ahead then return false end
+  if in_flight <= 0 then return true end
+  return in_flight + n <= credit.max_in_flight and credit.bytes + credit.added_bytes + bytes <= credit.max_bytes
 end
 
 -- From now on they are in use; the caller counts `added` and `added_bytes` at the end.

@@ -45,7 +45,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @initialize(
         orders=ORDERS,
-        max_in_flight=st.integers(3, 12),
+        max_in_flight=st.integers(2, 12),
         per_version=st.integers(3, 8),
         staleness=st.integers(0, 2),
         max_bytes=st.sampled_from([700, 2500, 1 << 20]),

@@ -48,8 +48,8 @@ class QueueModel(Endings):
         flying = used - count["trained"]
         ahead = (credit.max_staleness + 1) * credit.samples_per_version
         ahead += count["trained"]
-        too_big = held_bytes + len(job.payload) > credit.max_bytes and flying > 0
-        return flying + job.n > credit.max_in_flight or used + job.n > ahead or too_big
+        too_big = flying + job.n > credit.max_in_flight or held_bytes + len(job.payload) > credit.max_bytes
+        return used + job.n > ahead or (flying > 0 and too_big)
 
     def put_foreign(self, job: Job, priority: int) -> None:
         """arq's own enqueue_job: nothing is counted yet."""
