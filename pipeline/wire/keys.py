@@ -90,9 +90,9 @@ class Keys:
         self.prefixes = f"{self.prefix}prefix:"  # + name of a prompt's beginning → string: owner that has it, expires
         self.watch = f"{self.prefix}watch"  # string: the worker that polls for work without a wake-up, expires
         # + job id → hash: n, ndone, score, at, bytes, expires, call, reply, prefix, foreign, owner, worker, since,
-        # attempt, tries, shared, deaths, alone (suspects that may run together), together (that do), moved (the attempt
-        # that got on), blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress), far:<index>, log
-        # (queue/live_jobs.py)
+        # attempt, tries, priority (of one that came deferred), shared, deaths, alone (suspects that may run together),
+        # together (that do), moved (the attempt that got on), blames:<owner>, d:<index> (done), p and p:<index> (tokens
+        # of stored progress), far:<index>, log (queue/live_jobs.py)
         self.job_state = f"{self.prefix}job:"
         # string: where the last sweep for jobs without a place in the queue ended; + :turn → lock of the sweep
         self.sweep = f"{self.prefix}sweep"
