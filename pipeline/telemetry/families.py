@@ -86,7 +86,10 @@ def _run(name: str, doc: str, *labels: str) -> Family:
 
 _PROCESS = [
     _role("role_info", "1; the role of this process, and its version of Sluice", labels=("role", "version")),
-    _role("lost_threads", "renderings and calls of tools that outlived their deadline and still hold a thread"),
+    _role(
+        "lost_threads",
+        "renderings, calls of tools and compiles of grammars that outlived their deadline and still hold a thread",
+    ),
     _role("waiting_seconds", "how long it has been waiting for what its heartbeat names; 0 while it works"),
     _role("process_cpu_seconds_total", "processor time, user and system", kind="counter", labels=()),
     _role("process_resident_memory_bytes", "memory in use", labels=()),

@@ -23,12 +23,16 @@ from typing import Any
 import msgspec
 import torch
 
-from sluice.pipeline.errors import RequestError
+from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
+from sluice.pipeline.thread_pool import ThreadPool
 from sluice.pipeline.wire.messages import Grammar, SamplingParams
 
 LIBRARY = "xgrammar"
 COMPILE_S = 5.0  # a grammar that takes longer is refused
-_MOST_KEPT = 64  # compiled grammars
+_COMPILES = 2  # at a time
+_MOST_LOST = 4  # compiles that outlived COMPILE_S and still run; each has a processor
+_MOST_KEPT = 64  # compiled grammars, and as many that took too long
+_START_S = 60.0  # the library and the tokenizer's table, before the first grammar
 NO_TOKEN = "no token is allowed here: the grammar, allowed_token_ids and bad_words exclude all; correct or remove them"
 
 
@@ -75,22 +79,30 @@ def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...],
 class Grammars:
     """Compiled grammars of one tokenizer; safe in threads."""
 
-    def __init__(self, tokenizer: Callable[[], Any], vocab_size: int) -> None:
-        """`tokenizer` is called for the first grammar."""
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(self, tokenizer: Callable[[], Any], vocab_size: int, *, compile_s: float = COMPILE_S) -> None:
+        """`tokenizer` is called for the first grammar. `compile_s`: a grammar that takes longer is refused."""
+        self._tokenizer, self._vocab_size, self._compile_s = tokenizer, vocab_size, compile_s
         self._lock = threading.Lock()
         self._compiler: Any = None
         self._kept: OrderedDict[Grammar, Any] = OrderedDict()
+        self._pool = ThreadPool("grammar", _COMPILES, max_lost=_MOST_LOST)
+        self._compiling: dict[tuple[asyncio.AbstractEventLoop, Grammar], asyncio.Task[None]] = {}
+        self._too_slow: OrderedDict[Grammar, None] = OrderedDict()
 
     async def prepare(self, grammar: Grammar | None) -> None:
-        """Compile it beside the event loop, for at most COMPILE_S. Raises RequestError."""
-        if grammar is None or grammar in self._kept:
+        """Compile it beside the event loop, once for all who wait for it. Raises RequestError.
+
+        One that took too long is refused at once from then on.
+        """
+        if grammar is None or (grammar in self._kept and grammar not in self._too_slow):
             return
-        try:
-            async with asyncio.timeout(COMPILE_S):
-                await asyncio.to_thread(self.compiled, grammar)
-        except TimeoutError:
-            raise RequestError(f"the grammar took more than {COMPILE_S:g} s to compile; simplify it") from None
+        key = asyncio.get_running_loop(), grammar
+        task = self._compiling.get(key)
+        if task is None:
+            task = self._compiling[key] = asyncio.create_task(self._compile_beside(grammar))
+            task.add_done_callback(lambda ended: self._compiled_beside(key, ended))
+        # Shielded: cancelling one sequence leaves the work to the others.
+        await asyncio.shield(task)
 
     def compiled(self, grammar: Grammar) -> Any:
         """An `xgrammar.CompiledGrammar`. Raises RequestError for one that xgrammar can't compile."""
@@ -98,20 +110,63 @@ class Grammars:
             if grammar in self._kept:
                 self._kept.move_to_end(grammar)
                 return self._kept[grammar]
-            if self._compiler is None:
-                xgrammar = _library()
-                info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer(), vocab_size=self._vocab_size)
-                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        compiler = self._made_compiler()
         try:  # without the lock: a slow one delays no other
-            found = _compile(self._compiler, grammar)
+            found = _compile(compiler, grammar)
         except (RuntimeError, ValueError, TypeError) as error:
             cause = " ".join(str(error).split())
             raise RequestError(f"the grammar ({grammar.kind}) can't be compiled: {cause:.300}") from error
         with self._lock:
-            self._kept[grammar] = found
-            if len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)
+            _keep(self._kept, grammar, found)
             return found
+
+    def close(self) -> None:
+        """Its threads end, those at work once nothing waits for them."""
+        self._pool.close()
+
+    async def _compile_beside(self, grammar: Grammar) -> None:
+        if grammar in self._too_slow:
+            raise self._slow()
+        try:
+            if self._compiler is None:  # what every grammar needs counts against none
+                await self._pool.run(self._made_compiler, timeout_s=_START_S, what="preparing for the first grammar")
+            await self._pool.run(
+                lambda: self.compiled(grammar), timeout_s=self._compile_s, what="compiling the grammar"
+            )
+        except DeadlineExceeded as error:
+            if self._compiler is None:
+                raise RequestError(str(error)) from None
+            _keep(self._too_slow, grammar, None)
+            raise self._slow() from None
+        except RequestError:
+            raise
+        except EngineError:
+            raise RequestError(
+                f"{self._pool.lost} grammars are still being compiled after {self._compile_s:g} s, so no other one is; "
+                "try again later, and simplify those"
+            ) from None
+
+    def _compiled_beside(self, key: tuple[asyncio.AbstractEventLoop, Grammar], ended: asyncio.Task[None]) -> None:
+        del self._compiling[key]
+        if not ended.cancelled():
+            ended.exception()  # its callers may have given up
+
+    def _slow(self) -> RequestError:
+        return RequestError(f"the grammar took more than {self._compile_s:g} s to compile; simplify it")
+
+    def _made_compiler(self) -> Any:
+        with self._lock:
+            if self._compiler is None:
+                xgrammar = _library()
+                info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer(), vocab_size=self._vocab_size)
+                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+            return self._compiler
+
+
+def _keep(kept: OrderedDict[Grammar, Any], grammar: Grammar, found: Any) -> None:
+    kept[grammar] = found
+    if len(kept) > _MOST_KEPT:
+        kept.popitem(last=False)
 
 
 def library() -> str:

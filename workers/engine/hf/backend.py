@@ -185,6 +185,8 @@ class HfBackend:
         """End the thread; running sequences get an EngineError."""
         if self._images is not None:
             self._images.close()
+        if self._thread.grammars is not None:
+            self._thread.grammars.close()
         if self._started:
             await asyncio.to_thread(self._thread.stop)
 

@@ -354,6 +354,8 @@ class Engine:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        if self._sequences is not None:
+            self._sequences.close()
         if self._engine is not None:
             self._engine.llm.shutdown(timeout=_CORE_STOP_S)
         if self._log is not None:

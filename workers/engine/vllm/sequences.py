@@ -85,6 +85,10 @@ class Sequences:
                 sequence.end("cancelled")
         return sequence.output()
 
+    def close(self) -> None:
+        """Compile no more grammars."""
+        self._grammars.close()
+
     async def abort(self, seq_key: str) -> None:
         """End the sequences of this key; an unknown key is no error."""
         await self._entries.abort(seq_key)
