@@ -25,18 +25,40 @@ _PREFIX = "base_model.model."  # peft's, before each module's name
 
 
 class _Settings(msgspec.Struct):
-    """What decides how an adapter is merged; the rest of peft's configuration doesn't."""
+    """How an adapter's product is scaled."""
 
     r: int
     lora_alpha: float
-    peft_type: str = "LORA"
-    use_rslora: bool = False
-    use_dora: bool = False
-    fan_in_fan_out: bool = False
-    bias: str = "none"
-    rank_pattern: dict[str, int] = {}
-    alpha_pattern: dict[str, float] = {}
-    modules_to_save: list[str] | None = None
+
+
+# peft's other fields. One that isn't here must be empty: most of them change the product, or the base's weights.
+_PLAIN: Mapping[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "peft_type": ("LORA",),
+    # Where training began; the others (pissa, olora, corda, loftq, lora_ga) change the base's weights to fit.
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),
+}
+_HARMLESS = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",  # read by an initialisation alone, as those of eva, loftq and lora_ga
+        "eva_config",
+        "exclude_modules",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",  # counts where use_qalora is set
+        "revision",
+        "target_modules",  # the file's tensors say it
+        "task_type",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -55,12 +77,13 @@ class Adapter:
         if not file.is_file():
             return None
         try:
-            found = msgspec.convert(read_json(file.read_bytes(), dict[str, Any], "it"), _Settings)
+            settings = read_json(file.read_bytes(), dict[str, Any], "it")
+            found = msgspec.convert(settings, _Settings)
         except (OSError, MessageError, msgspec.MsgspecError) as error:
             raise WeightsError(f"{file}: cannot be used ({error})") from error
-        plain = _Settings(r=found.r, lora_alpha=found.lora_alpha)
-        if odd := [name for name in found.__struct_fields__ if getattr(found, name) != getattr(plain, name)]:
-            raise WeightsError(f"{file}: {odd[0]} {getattr(found, odd[0])}: only plain LoRA adapters can be merged")
+        for name in sorted(settings.keys() - _Settings.__struct_fields__ - _HARMLESS):
+            if settings[name] and settings[name] not in _PLAIN.get(name, ()):
+                raise WeightsError(f"{file}: {name} {settings[name]}: only plain LoRA adapters can be merged")
         if found.r < 1:
             raise WeightsError(f"{file}: r must be at least 1, got {found.r}")
         return cls(directory, found.r, found.lora_alpha / found.r, _shapes(directory, found.r))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from msgspec.structs import replace
@@ -290,6 +291,12 @@ def test_an_adapter_that_does_not_belong_to_the_model_is_refused_untouched(tmp_p
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"r": 5}, "rank 5"),
         ({"r": "many"}, "cannot be used"),
+        *(({"init_lora_weights": way}, "init_lora_weights") for way in ("pissa", "pissa_niter_4", "olora", "loftq")),
+        *(({"init_lora_weights": way}, "init_lora_weights") for way in ("corda", "lora_ga", "of a later release")),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"kasa_config": {"k": 1}}, "kasa_config"),
+        ({"of_a_later_release": 3}, "of_a_later_release 3: only plain LoRA"),
     ],
 )
 def test_a_foreign_adapter_is_refused_by_name(
@@ -300,6 +307,50 @@ def test_a_foreign_adapter_is_refused_by_name(
     (directory / "adapter_config.json").write_text(json.dumps(settings | change))
     with pytest.raises(WeightsError, match=message):
         Adapter.of(directory)
+
+
+class OneLayer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = torch.nn.Linear(16, 16, bias=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.a(values)
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's own, about what it can do with such an adapter
+@pytest.mark.parametrize(
+    ("options", "is_plain"),
+    [
+        ({}, True),
+        *(({"init_lora_weights": way}, True) for way in (False, "gaussian", "orthogonal", "eva", "mica")),
+        *(({"init_lora_weights": way}, False) for way in ("pissa", "olora")),
+        ({"lora_dropout": 0.5, "layers_pattern": [], "loftq_config": {}}, True),
+        ({"alora_invocation_tokens": [1, 2]}, False),
+    ],
+)
+def test_an_adapter_of_peft_gives_pefts_numbers_or_is_refused(
+    tmp_path: Path, options: dict[str, Any], is_plain: bool
+) -> None:
+    values = torch.randn(1, 5, 16)
+    model: Any = peft.get_peft_model(OneLayer(), peft.LoraConfig(r=2, lora_alpha=4, target_modules=["a"], **options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(tmp_path)
+        expected = peft.PeftModel.from_pretrained(OneLayer(), tmp_path).eval()(values)  # as any host that has the base
+    settings = tmp_path / "adapter_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "later": None, "later_too": False, "more": []}))
+    if not is_plain:
+        with pytest.raises(WeightsError, match="only plain LoRA"):
+            Adapter.of(tmp_path)
+        return
+    found, tensors = Adapter.of(tmp_path), load_file(str(tmp_path / "adapter_model.safetensors"))
+    assert found is not None
+    weight = found.merged("a", OneLayer().a.weight, tensors.__getitem__)
+    torch.testing.assert_close(values @ weight.T, expected, atol=1e-5, rtol=0)
 
 
 def test_a_manifest_without_its_base_is_refused(tmp_path: Path, source: Path) -> None:
