@@ -101,6 +101,10 @@ class WeightsAway(WeightsError):
     """The store of versions didn't answer in time; the version itself may be whole."""
 
 
+class WeightsGone(WeightsError):
+    """No version of this number is registered: it was retired, or never published."""
+
+
 class TornWeights(WeightsError):
     """A load failed halfway: the model is neither the old version nor the new one and must not decode."""
 

@@ -18,6 +18,7 @@
 - In a deterministic run a job accepts one version, which is loaded before it starts; nothing else is.
 - A job with a pinned version is decoded wholly under it: the worker loads it, if need be in place of a newer one, and
   keeps it until the last such job here has ended. What else it decodes meanwhile is sampled from that version too.
+  One whose version can't be loaded here now goes back, `weights.tries` times, for other workers to take.
 - A running sequence's progress is stored every `checkpoint_tokens`, and when it is handed back; the next attempt starts
   from it.
 """
@@ -29,11 +30,11 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from sluice.pipeline.errors import RequestError
+from sluice.pipeline.errors import RequestError, TornWeights, WeightsError, WeightsGone
 from sluice.pipeline.images.paths import SourceUnavailable
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import (
@@ -74,9 +75,10 @@ from sluice.workers.slots import HeldJob, Slots
 from sluice.workers.weights_watch import WeightsWatch
 
 _LOOK_FOR_IMAGES_S = 2.0  # between jobs of a worker that reaches no images
+_LOAD_AGAIN_S = 2.0  # between a worker's tries of a pinned version that it couldn't load
 _PARK_S = 2.0  # until the engine has ended its sequences
 _TOO_EARLY_S = 0.5  # delay of a job that needs newer weights than the loaded ones
-_SAY_EVERY_S = 10.0  # that images can't be reached
+_SAY_EVERY_S = 10.0  # that jobs go back
 
 
 class DecodeWorker:
@@ -97,6 +99,7 @@ class DecodeWorker:
         self._has_more = False  # jobs were ready at the last claim
         self._loading: asyncio.Task[bool] | None = None  # newer weights, while sequences run
         self._pinned = False  # there were pinned jobs at the last claim
+        self._not_loaded: tuple[int, float] = (-1, 0.0)  # pinned version, monotonic seconds of the last failure
         self._said_at = float("-inf")  # monotonic seconds
         self._images_away_at: float | None = None  # monotonic seconds of the last failure; None: images are reached
         self._slots = Slots(role.config.worker.max_batch)
@@ -200,11 +203,23 @@ class DecodeWorker:
         if self._slots.pinned() is not None:  # another one, which stays until its jobs have ended
             await self.leases.give_back(claim, _TOO_EARLY_S)
             return False
+        failed, failed_at = self._not_loaded
+        if failed == version and (left_s := failed_at + _LOAD_AGAIN_S - time.monotonic()) > 0:
+            await self.leases.give_back(claim, left_s)  # one failure here uses up one job's try, not every job's
+            return False
         self._role.status.waiting(WaitKind.WEIGHTS, f"v{version}", self._slots.running)
-        if await self._weights.pull(version, pinned=True):
-            return True
-        await self._fail(claim, VERSION_GONE, f"weights v{version} can't be loaded: retired, lost or damaged")
-        return False
+        try:
+            await self._weights.pin(version)
+        except TornWeights:
+            raise
+        except WeightsGone as error:
+            await self._fail(claim, VERSION_GONE, str(error))
+            return False
+        except WeightsError as error:
+            self._not_loaded = version, time.monotonic()
+            await self._try_later(claim, "weights", self._role.config.weights.tries, error)
+            return False
+        return True
 
     async def _update_weights(self) -> None:
         """Newer weights: awaited if nothing runs, else loaded beside the claims."""
@@ -300,22 +315,27 @@ class DecodeWorker:
         await self._fail(claim, "invalid_request", str(error), trace)
 
     async def _give_back(self, held: HeldJob, cause: SourceUnavailable) -> None:
-        """To the queue, to try its images again later; what it has left is dead after the last try."""
+        """To the queue, to try its images again later."""
         self._images_away_at = time.monotonic()
-        claim, most = held.claim, self._role.config.images.tries
-        tries = claim.tries + 1
-        if tries >= most:
-            await self._fail(claim, "images_unavailable", f"{cause} (tried {tries} times, images.tries)")
-            return
         if held.given_back:  # by another of its sequences
             return
         held.given_back = True
+        await self._try_later(held.claim, "images", self._role.config.images.tries, cause, cause.after_s)
+
+    async def _try_later(
+        self, claim: Claim, what: Literal["images", "weights"], most: int, cause: Exception, after_s: float = 0.0
+    ) -> None:
+        """To the queue, since `what` isn't within reach here; what it has left is dead after the last try."""
+        tries = claim.tries + 1
+        if tries >= most:
+            await self._fail(claim, f"{what}_unavailable", f"{cause} (tried {tries} times, {what}.tries)")
+            return
         if time.monotonic() - self._said_at >= _SAY_EVERY_S:
             self._said_at = time.monotonic()
             get_logger().warning(
-                "images can't be reached; jobs go back", job=claim.job_id, tries=tries, cause=str(cause)
+                f"{what} can't be reached; jobs go back", job=claim.job_id, tries=tries, cause=str(cause)
             )
-        await self.leases.give_back(claim, max(backoff_s(tries), cause.after_s), tried=True)
+        await self.leases.give_back(claim, max(backoff_s(tries), after_s), tried=True)
         self._slots.lose(claim.job_id, claim.attempt)  # last: as in `_fail`
 
     async def _fail(self, claim: Claim, reason: str, detail: str, trace: str = "") -> None:

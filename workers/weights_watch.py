@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import ModelError, TornWeights, WeightsAway, WeightsError
+from sluice.pipeline.errors import ModelError, TornWeights, WeightsAway, WeightsError, WeightsGone
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.role import Role
 from sluice.pipeline.telemetry.spans import version_spans
@@ -101,22 +101,14 @@ class WeightsWatch:
                 "backend (worker.backend), or raise weights.probe_tolerance if its precision is the cause"
             )
 
-    async def pull(self, version: int, *, pinned: bool = False) -> bool:
-        """Load a version; False if it was refused and the old one stays. Raises TornWeights if neither can serve.
-
-        `pinned`: a job asks for it, whatever the newest is.
-        """
-        limit_s = self._config.weights.load_timeout_s
+    async def pull(self, version: int) -> bool:
+        """Load a version; False if it was refused and the old one stays. Raises TornWeights if neither can serve."""
         try:
-            async with asyncio.timeout(limit_s):
-                loaded = await self._load(version)
-        except TimeoutError as error:
-            raise TornWeights(
-                f"weights v{version} were not loaded within {limit_s:.0f} s; is the disk slow or not mounted? Raise "
-                "weights.load_timeout_s if loading takes longer"
-            ) from error
+            behind_s = await self._load(version)
         except TornWeights:
             raise  # the process ends; its successor loads a whole version
+        except WeightsGone:
+            return False  # retired in the meantime: there is a newer one
         except WeightsError as error:
             self._refused = version
             away = isinstance(error, WeightsAway)  # no newer version may come, so this one is wanted still
@@ -124,13 +116,16 @@ class WeightsWatch:
             self._tell(refused_version=version)
             get_logger().error("new weights refused; keeping the old version", version=version, error=str(error))
             return False
-        if loaded is None:
-            return False  # retired in the meantime: there is a newer one
-        self._is_proved = True
-        behind_s, spent = loaded
-        self._behind = None if pinned else (version, behind_s)
-        get_logger().info("weights loaded", version=version, behind_s=behind_s, **spent)
+        self._behind = version, behind_s
         return True
+
+    async def pin(self, version: int) -> None:
+        """Load the version that a job asks for, whatever the newest is.
+
+        Raises WeightsGone; WeightsError if this worker can't load it now, and the old one stays; TornWeights as `pull`.
+        """
+        await self._load(version)
+        self._behind = None
 
     async def is_gone(self, version: int) -> bool:
         """Whether it was published, and can't be loaded any more."""
@@ -142,12 +137,27 @@ class WeightsWatch:
             return None
         return max(0.0, self._behind[1])
 
-    async def _load(self, version: int) -> tuple[float, dict[str, float]] | None:
-        """Seconds since its publication, and those of the parts for the log; None if it no longer exists."""
+    async def _load(self, version: int) -> float:
+        """Seconds since its publication. Raises WeightsError, WeightsGone, TornWeights."""
+        limit_s = self._config.weights.load_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                behind_s, spent = await self._fetch_and_load(version)
+        except TimeoutError as error:
+            raise TornWeights(
+                f"weights v{version} were not loaded within {limit_s:.0f} s; is the disk slow or not mounted? Raise "
+                "weights.load_timeout_s if loading takes longer"
+            ) from error
+        self._is_proved = True
+        get_logger().info("weights loaded", version=version, behind_s=behind_s, **spent)
+        return behind_s
+
+    async def _fetch_and_load(self, version: int) -> tuple[float, dict[str, float]]:
+        """Seconds since its publication, and those of the parts for the log."""
         started = time.monotonic()
         manifest = await self._registry.get(version)
         if manifest is None:
-            return None
+            raise WeightsGone(f"weights v{version} aren't registered: retired, or never published")
         backend, tolerance, began = self._backend, self._config.weights.probe_tolerance, time.time()
         probe = probe_of(manifest, backend.facts.dtype, tolerance, backend.version)
         directory = await asyncio.to_thread(self._carrier.fetch, manifest)

@@ -42,7 +42,7 @@ from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.status.evaluation import store_evaluation
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.weights.registry import WeightsRegistry
-from sluice.pipeline.wire.messages import VERSION_GONE, DeadLetter, SequenceResult, decode
+from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, decode
 from sluice.pipeline.wire.waits import WaitKind
 
 _PAGE, _POLL_S, _BLOCK_MS = 128, 0.2, 200
@@ -276,7 +276,7 @@ class Evaluator:
             if place in answers.found or place in {known for known, _ in found}:
                 continue
             if isinstance(one, DeadLetter):
-                if one.reason == VERSION_GONE or await self._registry.get(version) is None:
+                if await self._registry.get(version) is None:
                     raise await self._cut(version, answers)
                 get_logger().warning("a held-out prompt was not answered", sequence=one.seq_id, reason=one.reason)
                 failed.append(Answer(row=place[0], index=place[1], failed=one.reason))

@@ -168,7 +168,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
             "trainer.rank_timeout_s", "trainer.checkpoint_timeout_s", "trainer.keep_checkpoints",
             "trainer.batch_wait_s", "trainer.lora.alpha",
             "weights.load_timeout_s", "weights.store_timeout_s", "weights.anchor_every", "weights.cache_gb",
-            "weights.publish_timeout_s", "weights.probe_tokens", "weights.max_pause_s",
+            "weights.publish_timeout_s", "weights.probe_tokens", "weights.max_pause_s", "weights.tries",
             "up.stop_grace_s",
         ),
     ),

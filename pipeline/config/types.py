@@ -477,6 +477,7 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     cache_dir: str = ""  # on each host, for what it has fetched and verified; empty: sluice in ~/.cache
     retention: int = 4  # newest versions to keep on disk, beside policy.kl_reference; >= max_staleness + 2
     load_timeout_s: float = 600.0  # a worker that hasn't loaded a version by then ends, and its jobs go back
+    tries: int = 8  # of a job whose pinned version a worker can't load, with growing pauses; then it is dead
     probe_tokens: int = 16  # length of the prompt that verifies a loaded version
     probe_tolerance: float = 1e-2  # nats per probe token between trainer and worker; ten times that in half precision
     second_copy_gb: float | None = None  # hf: for new weights beside the old; null: half of free memory; 0: none

@@ -29,7 +29,7 @@ MOST_VERSION = 2**31 - 1  # of the weights
 EVALUATION = "evaluation"  # the mailbox of the run's evaluator
 NO_LOGPROBS = "none"  # the `logprobs_mode` of a result that has none
 REFERENCE_DIRECTORY = -2  # in the place of a version: the weights of the directory that policy.kl_reference names
-VERSION_GONE = "version_gone"  # why a pinned job ended: its version can't be loaded any more
+VERSION_GONE = "version_gone"  # why a pinned job ended: its version isn't registered
 
 FinishReason = Literal["stop", "length", "repeat_terminated", "deadline", "cancelled", "error"]
 CUT_SHORT: frozenset[FinishReason] = frozenset({"deadline", "cancelled", "error"})

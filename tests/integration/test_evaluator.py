@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,22 @@ async def test_an_evaluation_whose_version_is_gone_is_cut_off_and_the_next_one_m
             await eventually(lambda: is_running(client, keys, None), "it to be cut off")
             await published.publish(2)
             await eventually(lambda: has(config, 2), "the next result")
+
+
+async def test_a_version_that_a_worker_can_not_load_cuts_no_evaluation_off(
+    config: Config, published: Published
+) -> None:
+    made = published.make(0)
+    await published.publish(0, made)
+    await published.publish(1)
+    shutil.rmtree(made.path)
+    config = replace(config, weights=replace(config.weights, tries=1))
+    async with engine(config, 4) as backend, working(config, backend):
+        await eventually(lambda: is_at(backend, 1), "v1")
+        async with evaluating(config):
+            await eventually(lambda: has(config, 0, 1), "both results")
+    assert {one.failed for one in answers(config, 0)} == {"weights_unavailable"}
+    assert {one.failed for one in answers(config, 1)} == {""}
 
 
 @pytest.mark.parametrize("state", ["running", "finished"])

@@ -323,6 +323,47 @@ async def test_a_pinned_job_is_decoded_wholly_under_its_version_and_the_others_g
         published.assert_right(result)
 
 
+async def has_tried(client: Any, keys: Keys, job: str) -> bool:
+    return int(await client.hget(f"{keys.job_state}{keys.run}:{job}", "tries") or 0) > 0
+
+
+async def test_a_pinned_job_waits_for_a_version_that_can_not_be_loaded_now(
+    config: Config, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    published = Published(client, keys, run_dir)
+    made = {version: published.make(version) for version in (0, 1)}
+    for version in (0, 1):
+        await published.publish(version, made[version])
+    away = run_dir / "away"
+    Path(made[0].path).rename(away)
+    async with worker_at_zero(config, "w"):
+        await enqueue(client, keys, "first")
+        await over(client, keys, 1)
+        await enqueue(client, keys, "late", pinned_version=0)
+        await eventually(lambda: has_tried(client, keys, "late"), "the job to go back")
+        away.rename(made[0].path)
+        await over(client, keys, 2)
+    found = await results(client, keys)
+    assert set(found["late:0"].versions) == {0}
+
+
+async def test_a_pinned_job_that_no_worker_can_load_for_ends(
+    config: Config, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    published = Published(client, keys, run_dir)
+    made = published.make(0)
+    await published.publish(0, made)
+    await published.publish(1)
+    shutil.rmtree(made.path)
+    twice = msgspec.structs.replace(config, weights=msgspec.structs.replace(config.weights, tries=2))
+    async with worker_at_zero(twice, "w"):
+        await enqueue(client, keys, "first")
+        await over(client, keys, 1)
+        await enqueue(client, keys, "never", pinned_version=0)
+        await over(client, keys, 2)
+    assert (await snapshot(client, keys)).reasons == {"dead:weights_unavailable": 1}
+
+
 async def test_a_pinned_job_whose_version_is_gone_ends_with_that_reason(
     config: Config, client: Any, keys: Keys, run_dir: Path
 ) -> None:
