@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -12,10 +13,13 @@ import torch
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.wire.messages import Grammar
+from sluice.workers.engine import constraints
+from sluice.workers.engine.constraints import Constraint, Grammars
 from sluice.workers.engine.contracts import Backend
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.engine.replay import open_constraints
 from sluice.workers.engine.vllm import VllmBackend
+from sluice.workers.engine.vllm.processor import Asked, _Reshaped
 from tests.contract.engine_fixtures import ragged_prompts, reference_logprobs, request, run
 from tests.contract.test_vllm_parity import _cut, assert_equal
 from tests.tiny_models import build_tokenizer
@@ -164,3 +168,32 @@ def test_what_can_not_be_sampled_is_refused(backend: Backend, sampling: dict[str
     with pytest.raises(RequestError, match=says):
         run(backend, request(PROMPT, **sampling))
     assert run(backend, request(PROMPT))[0].finish_reason == "length"
+
+
+def test_a_grammar_whose_masks_take_too_long_ends_its_own_sequence(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "MASKS_S", 0.0)
+    monkeypatch.setattr(constraints, "MASKS_PER_TOKEN_S", 0.0)
+
+    async def both() -> list[Any]:
+        asked = [request(PROMPT, **RESHAPED["regex"]), request(PROMPT)]
+        return await asyncio.gather(*map(backend.decode, asked), return_exceptions=True)
+
+    slow, other = asyncio.run(both())
+    assert isinstance(slow, RequestError)
+    assert "deriving its masks takes too long" in str(slow)
+    assert other.finish_reason == "length"
+
+
+def test_in_vllms_core_masks_that_take_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not raise there; the owner ends the sequence at the first token that isn't allowed."""
+    monkeypatch.setattr(constraints, "MASKS_S", 0.0)
+    tokenizer: Any = build_tokenizer()
+    constraint = Constraint(grammar=RESHAPED["regex"]["grammar"], ends=(tokenizer.eos_token_id,))
+    asked = Asked(offset=0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, constraint=constraint)
+    grammars = Grammars(lambda: tokenizer, len(tokenizer))
+    row, logits = _Reshaped(asked, PROMPT, [], grammars, torch.device("cpu")), torch.zeros(len(tokenizer))
+    row.apply(logits)
+    row.apply(logits)
+    assert not logits.any()

@@ -5,6 +5,8 @@
 - Masks and biases come before penalties and temperature, as in vLLM. Logprobs stay those of the untouched logits.
 - Grammars are xgrammar's, vLLM's own default, on both engines: its masks are applied by us, since vLLM takes its
   logprobs after its own grammar masks. They depend on the grammar, the tokenizer and the tokens so far alone.
+- An ambiguous grammar's masks can take longer with each token, and the batch waits for them: a sequence has MASKS_S for
+  its grammar, and MASKS_PER_TOKEN_S more with each token.
 - An end-of-sequence id is allowed where the text is complete. A sequence that ends at its length may not be.
 - A bad word is excluded as it is tokenised, alone and after a space, as in vLLM: other tokens may spell it.
 """
@@ -16,6 +18,7 @@ import importlib
 import importlib.metadata
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,11 +32,15 @@ from sluice.pipeline.wire.messages import Grammar, SamplingParams
 
 LIBRARY = "xgrammar"
 COMPILE_S = 5.0  # a grammar that takes longer is refused
+MASKS_S = 5.0  # of one sequence; a mask usually takes a millisecond or less
+MASKS_PER_TOKEN_S = 0.1
 _COMPILES = 2  # at a time
 _MOST_LOST = 4  # compiles that outlived COMPILE_S and still run; each has a processor
 _MOST_KEPT = 64  # compiled grammars, and as many that took too long
 _START_S = 60.0  # the library and the tokenizer's table, before the first grammar
 NO_TOKEN = "no token is allowed here: the grammar, allowed_token_ids and bad_words exclude all; correct or remove them"
+
+TOO_SLOW = "the grammar is too ambiguous: deriving its masks takes too long, and other sequences wait; simplify it"
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,8 +214,11 @@ def _compile(compiler: Any, grammar: Grammar) -> Any:
 class Narrowed:
     """The state of one sequence under its constraint."""
 
-    def __init__(self, constraint: Constraint, grammars: Grammars) -> None:
+    def __init__(
+        self, constraint: Constraint, grammars: Grammars, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         """Raises RequestError for a grammar that can't be compiled."""
+        self._clock, self._left_s = clock, MASKS_S
         self._allowed, self._bad, self._bias = frozenset(constraint.allowed), constraint.bad, constraint.bias
         self._longest = max(map(len, constraint.bad), default=1)
         self._tail: list[int] = []  # the newest tokens, as many as a bad word has before its last
@@ -218,10 +228,14 @@ class Narrowed:
             xgrammar = _library()
             compiled = grammars.compiled(constraint.grammar)
             self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(constraint.ends))
-            self._bits = xgrammar.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
+            self._vocab_size = compiled.tokenizer_info.vocab_size
+            self._bits = xgrammar.allocate_token_bitmask(1, self._vocab_size)
 
     def narrow(self, logits: torch.Tensor) -> bool:
-        """Apply it to the logits (vocab,), in place; False, and they are unchanged, if no token would be left."""
+        """Apply it to the logits (vocab,), in place; False, and they are unchanged, if no token would be left.
+
+        Raises RequestError, and they are unchanged, for a grammar whose masks take too long.
+        """
         narrowed = logits.clone()
         if self._allowed:
             if self._outside is None:
@@ -241,9 +255,15 @@ class Narrowed:
         return True
 
     def take(self, token: int) -> None:
-        """The next token of the sequence. Raises RequestError for one that isn't allowed here."""
-        if not self.admits(token):
-            raise RequestError(NO_TOKEN)
+        """The next token of the sequence. Raises RequestError for one that isn't allowed here, or as `narrow`."""
+        began = self._clock()
+        is_allowed = self.admits(token)
+        self._spend(began)
+        if not is_allowed:
+            # Where others are allowed it was sampled without the mask: the engine's core ran out of time for it.
+            is_unmasked = self._matcher is not None and self.narrow(torch.zeros(self._vocab_size))
+            raise RequestError(TOO_SLOW if is_unmasked else NO_TOKEN)
+        self._left_s += MASKS_PER_TOKEN_S
 
     def admits(self, token: int) -> bool:
         """Whether the next token of the sequence is allowed here; if so, it's taken."""
@@ -260,7 +280,14 @@ class Narrowed:
 
     def _outside_grammar(self, logits: torch.Tensor) -> torch.Tensor:
         """bool (vocab,)."""
+        began = self._clock()
         self._matcher.fill_next_token_bitmask(self._bits)
+        self._spend(began)
         places = torch.arange(32, dtype=torch.int32)
         bits = ((self._bits[0].unsqueeze(1) >> places) & 1).flatten()[: len(logits)] == 0
         return bits.to(logits.device)
+
+    def _spend(self, began: float) -> None:
+        self._left_s -= self._clock() - began
+        if self._left_s < 0:
+            raise RequestError(TOO_SLOW)

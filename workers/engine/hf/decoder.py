@@ -254,13 +254,11 @@ class Decoder:
             if only := list(row.request.allowed_token_ids):
                 allowed[index] = float("-inf")
                 allowed[index, only] = logits[index, only]
-            if row.narrowed is not None and not row.narrowed.narrow(allowed[index]):
-                errors[index] = RequestError(NO_TOKEN)
-                continue
-            if row.hooks is None:
-                continue
             try:
-                allowed[index] = row.hooks.process(allowed[index])
+                if row.narrowed is not None and not row.narrowed.narrow(allowed[index]):
+                    raise RequestError(NO_TOKEN)
+                if row.hooks is not None:
+                    allowed[index] = row.hooks.process(allowed[index])
             except EngineError as error:
                 errors[index] = error
         return allowed

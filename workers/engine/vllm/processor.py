@@ -195,8 +195,11 @@ class _Reshaped:
     def apply(self, logits: torch.Tensor) -> None:
         """To the logits (vocab,), in place."""
         self._take_new(len(logits))
-        if self._narrowed is not None:
-            self._narrowed.narrow(logits)
+        try:
+            if self._narrowed is not None:
+                self._narrowed.narrow(logits)
+        except SluiceError:  # its owner ends it at the first token that isn't allowed
+            self._narrowed = None
         if self._penalties is not None:
             logits.copy_(self._penalties.apply(logits.unsqueeze(0))[0])
 
