@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from sluice.workers.engine.constraints import Constraint, Grammars, Narrowed
 from tests.tiny_models import build_tokenizer
 
 GRAMMAR = Grammar(kind="regex", text="a+")
-TOKENIZER = build_tokenizer()
+TOKENIZER: Any = build_tokenizer()
 A, END, OTHER = TOKENIZER.convert_tokens_to_ids(["a", "<|im_end|>", "c"])
 
 
