@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +19,10 @@ from sluice.consumers.training.model import probe_score, write_model
 from sluice.pipeline.config.types import LoraConfig
 from sluice.pipeline.errors import RequestError, WeightsError
 from sluice.pipeline.wire.messages import Progress
-from sluice.workers.engine.adapters import AdapterRoom
+from sluice.workers.engine.adapters import AdapterRoom, Policy
 from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, WeightsProbe
+from sluice.workers.engine.vllm import VllmBackend
+from sluice.workers.engine.vllm.sequences import Entries
 from tests.contract.engine_fixtures import decode_all, reference, reference_logprobs, request, run, started
 from tests.contract.test_midflight import endless
 from tests.contract.versions import TOLERANCE, WAIT_S, Versions, assert_right, decode_amid, random_prompt
@@ -251,6 +254,37 @@ def test_vllm_with_all_its_places_taken(made: Made, model_dir: Path) -> None:
         requests = [under(name, random_prompt(seed), seed) for seed, name in enumerate(names)]
         for name, output in zip(names, run(full, *requests), strict=True):
             assert_is(output, made.models[name])
+
+
+@pytest.mark.vllm
+def test_a_load_that_is_cancelled_after_its_switch_is_still_done(
+    made: Made, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sampled, what is said to be served, and what the core keeps are one version."""
+    began, go, leave = threading.Event(), threading.Event(), Entries.leave
+
+    async def leave_late(self: Entries, policy: Policy) -> None:
+        began.set()
+        while not go.is_set():  # noqa: ASYNC110 - it is set in another thread
+            await asyncio.sleep(0.01)
+        await leave(self, policy)
+
+    async def cancel_amid(engine: VllmBackend) -> set[int]:
+        loading = asyncio.create_task(engine.load_adapter("poetry", made.directories["v2"], 2))
+        await asyncio.to_thread(began.wait)
+        loading.cancel()
+        await asyncio.wait([loading])
+        go.set()
+        await engine.load_adapter("prose", made.directories["prose"])  # after the one under way
+        return await engine._do(lambda running: running.sequences._llm.list_loras())
+
+    monkeypatch.setattr(Entries, "leave", leave_late)
+    with started_vllm(model_dir, room=AdapterRoom(count=2, rank=12)) as engine:
+        asyncio.run(engine.load_adapter("poetry", made.directories["v1"], 1))
+        kept = asyncio.run(cancel_amid(engine))
+        assert engine.versions == {"": 0, "poetry": 2, "prose": 0}
+        assert len(kept) == 2
+        assert_right(run(engine, under("poetry", PROMPT))[0], Versions({}, {2: made.models["v2"]}))
 
 
 def test_an_engine_takes_as_many_adapters_as_it_was_started_for(made: Made, model_dir: Path) -> None:

@@ -19,7 +19,6 @@ from sluice.workers.engine.contracts import Backend
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.engine.replay import open_constraints
 from sluice.workers.engine.vllm import VllmBackend
-from sluice.workers.engine.vllm.processor import Asked, _Reshaped
 from tests.contract.engine_fixtures import ragged_prompts, reference_logprobs, request, run
 from tests.contract.test_vllm_parity import _cut, assert_equal
 from tests.tiny_models import build_tokenizer
@@ -186,8 +185,11 @@ def test_a_grammar_whose_masks_take_too_long_ends_its_own_sequence(
     assert other.finish_reason == "length"
 
 
+@pytest.mark.vllm
 def test_in_vllms_core_masks_that_take_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not raise there; the owner ends the sequence at the first token that isn't allowed."""
+    from sluice.workers.engine.vllm.processor import Asked, _Reshaped
+
     monkeypatch.setattr(constraints, "MASKS_S", 0.0)
     tokenizer: Any = build_tokenizer()
     constraint = Constraint(grammar=RESHAPED["regex"]["grammar"], ends=(tokenizer.eos_token_id,))

@@ -277,9 +277,22 @@ class Engine:
             except BaseException:
                 await self._remove(policy)
                 raise
-            if (before := await self.sequences.switch(name, policy)) is not None:
-                await self._remove(before)
-            self.versions = self.sequences.policies.versions()
+            switching = asyncio.create_task(self._switch(name, policy))
+            try:
+                await asyncio.shield(switching)  # sequences are sampled under it from here on, whoever leaves
+            except asyncio.CancelledError:
+                if self._closing:
+                    switching.cancel()
+                await asyncio.wait([switching])
+                raise
+
+    async def _switch(self, name: str, policy: Policy) -> None:
+        """Decode this name's sequences under this policy: running ones are taken out of the core and sent again."""
+        before = self.sequences.policies.put(name, policy)
+        self.versions = self.sequences.policies.versions()
+        if before is not None:
+            await self.sequences.leave(before)
+            await self._remove(before)
 
     def _checked(self, name: str, directory: Path) -> Adapter | None:
         """None: the base itself."""

@@ -138,13 +138,9 @@ class Sequences:
         """A period in which nothing runs: running sequences are taken out of the core, new ones wait."""
         return self._entries.paused()
 
-    async def switch(self, name: str, policy: Policy) -> Policy | None:
-        """Decode this name's sequences under this policy: running ones are taken out and sent again. Returns the old
-        policy, once the core has nothing of it any more."""
-        before = self.policies.put(name, policy)
-        if before is not None:
-            await self._entries.leave(before)
-        return before
+    async def leave(self, policy: Policy) -> None:
+        """Take out what was sent under this policy; returns when the core has nothing of it. Others run on."""
+        await self._entries.leave(policy)
 
     async def or_dead(self, awaitable: Awaitable[_Result]) -> _Result:
         """Wait for it, but only while the core lives; vLLM itself would wait forever. Raises EngineError."""
