@@ -110,7 +110,11 @@ class TextWindow:
         """Take the next token; the text it completes."""
         self._window.append(token)
         text = self._decode(self._window)
-        overdue = len(self._window) - self._num_context >= _MAX_HELD_TOKENS
+        held = len(self._window) - self._num_context
+        if held == 1 and self._num_context and len(text) == self._num_given and not text.endswith(BROKEN):
+            self._window.pop()  # a special token: it is no left context
+            return ""
+        overdue = held >= _MAX_HELD_TOKENS
         num_whole = len(text if overdue else text.rstrip(BROKEN))
         piece = text[self._num_given : num_whole]
         self._num_given = max(self._num_given, num_whole)

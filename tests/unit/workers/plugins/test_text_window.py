@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from sluice.pipeline.errors import EngineError
 from sluice.workers.engine.plugins.base import Decode, TextWindow, decoder
+from tests.tiny_models import sentence_pieces
 from tests.unit.workers.plugins.vocabularies import KINDS, spell, tokenizer_of
 
 
@@ -37,6 +39,15 @@ def test_a_dropped_first_space_and_byte_tokens(text: str) -> None:
     tokens = tokenizer.encode(text, add_special_tokens=False)
     window = TextWindow(0, decoder(tokenizer, special_tokens=True))
     assert "".join(map(window.push, tokens)) == text.removeprefix(" ")
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 200])
+def test_the_space_after_special_tokens_is_kept_however_many_they_are(count: int) -> None:
+    tokenizer: Any = sentence_pieces(strip=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
+    word, special = tokenizer.convert_tokens_to_ids(["\u2581a", "<|tool|>"])
+    window = TextWindow(0, decoder(tokenizer, special_tokens=False))
+    assert "".join(map(window.push, [word, *[special] * count, word, word])) == "a a a"
 
 
 def test_the_prompt_is_left_out_and_tokens_are_read_once() -> None:
