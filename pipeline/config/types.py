@@ -494,10 +494,10 @@ class PreflightConfig(Section, frozen=True, kw_only=True):
 class UpConfig(Section, frozen=True, kw_only=True):
     """The supervisor of `sluice up` and `sluice run`."""
 
-    restart_backoff_s: float = 0.5  # before the first restart; doubles each time
+    restart_backoff_s: float = 0.5  # before the first restart; doubles with each failure in a row
     restart_backoff_max_s: float = 30.0
-    max_restarts: int = 20  # per process within `restart_window_s`; a poison job may cost 10
-    restart_window_s: float = 300.0
+    max_restarts: int = 20  # of one process in a row, then the run fails; a poison job may cost 10
+    restart_window_s: float = 300.0  # a process that stays up for longer is healthy: its count begins anew
     stop_grace_s: float = 30.0  # from SIGTERM to SIGKILL
 
 

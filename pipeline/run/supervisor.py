@@ -1,6 +1,7 @@
 """Starts role processes, restarts the ones that fail, and shuts them all down in order.
 
 - One log file per process. A process that exits with 0 is done; any other exit is restarted with backoff.
+- Failures in a row are counted, not those within some time: the backoff and a slow start would thin them out.
 - Configuration, data and model errors are never restarted: the next start would fail the same way.
 - An optional child ends nothing: it is restarted for ever, except after an error of that kind.
 - A child's session ends with it: processes it started are killed before it is restarted, and at the stop.
@@ -19,9 +20,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.pipeline.child_process import LISTENER, tethered
@@ -43,8 +43,9 @@ class Child:
     log: Path
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
-    restarts: deque[float] = field(default_factory=lambda: deque[float]())
-    due: float = 0.0  # monotonic time of the next start
+    failures: int = 0  # in a row: none of these processes stayed up for `up.restart_window_s`
+    started: float = 0.0  # clock of its last start
+    due: float = 0.0  # clock of the next start
     killed: int = 0  # pid of the process that the supervisor itself killed
     done: bool = False
     optional: bool = False
@@ -62,7 +63,14 @@ OnDeath = Callable[[Child, int], Awaitable[None]]
 class Supervisor:
     """Owns the children of `sluice up`."""
 
-    def __init__(self, config: UpConfig, log_dir: Path, env: dict[str, str], on_death: OnDeath | None = None) -> None:
+    def __init__(
+        self,
+        config: UpConfig,
+        log_dir: Path,
+        env: dict[str, str],
+        on_death: OnDeath | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config, self.log_dir = config, log_dir
         self.env = env
         self.children: dict[str, Child] = {}
@@ -70,6 +78,7 @@ class Supervisor:
         self.failed: Child | None = None  # the one that ended the run
         self.cause = ""  # how it did
         self._on_death, self._told = on_death, set[asyncio.Task[None]]()
+        self._clock = clock
 
     def add(
         self, name: str, command: Sequence[str], *, optional: bool = False, listener: socket.socket | None = None
@@ -131,7 +140,7 @@ class Supervisor:
             await asyncio.gather(*(_hear(self._on_death, *each, _HEAR_AT_STOP_S) for each in killed))
 
     def _look_after(self, child: Child) -> None:
-        if child.done or time.monotonic() < child.due:
+        if child.done or self._clock() < child.due:
             return
         if child.process is None:
             self._start(child)
@@ -162,6 +171,7 @@ class Supervisor:
                 env=env, start_new_session=True, pass_fds=handed,
             )  # fmt: skip
         child.starts += 1
+        child.started = self._clock()
 
     def _after_failure(self, child: Child, code: int) -> None:
         self.deaths += 1
@@ -174,15 +184,13 @@ class Supervisor:
         if code in _FINAL:
             self.failed, self.cause = child, f"{child.name} stopped: {last_reason(child.log)}"
             raise _FINAL[code](self.cause)
-        now = time.monotonic()
-        child.restarts.append(now)
-        while child.restarts and now - child.restarts[0] > self.config.restart_window_s:
-            child.restarts.popleft()
-        if len(child.restarts) > self.config.max_restarts and not child.optional:
-            often = "once" if len(child.restarts) == 1 else f"{len(child.restarts)} times, last"
+        now = self._clock()
+        child.failures = 1 if now - child.started > self.config.restart_window_s else child.failures + 1
+        if child.failures > self.config.max_restarts and not child.optional:
+            often = "once" if child.failures == 1 else f"{child.failures} times, last"
             self.failed, self.cause = child, f"{child.name} ended {often}{_how(code)}: {_why(child, code)}"
             raise SluiceError(f"{self.cause} (log: {child.log})")
-        delay = self.config.restart_backoff_s * 2 ** min(len(child.restarts) - 1, 16)
+        delay = self.config.restart_backoff_s * 2 ** min(child.failures - 1, 16)
         child.due = now + min(delay, self.config.restart_backoff_max_s)
         get_logger().warning("restarting", process=child.name, code=code, why=_why(child, code))
 

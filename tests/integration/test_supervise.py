@@ -55,6 +55,7 @@ async def test_restarts_wait_longer_and_longer(tmp_path: Path) -> None:
     child = boss.children["c"]
     delays = []
     for _ in range(3):
+        child.started = time.monotonic()
         before = time.monotonic()
         boss._after_failure(child, 9)
         delays.append((child.due - time.monotonic(), child.due - before))
@@ -108,7 +109,38 @@ async def test_old_restarts_are_forgiven(tmp_path: Path) -> None:
     for _ in range(5):
         boss._after_failure(boss.children["c"], 1)
         await asyncio.sleep(0)
-    assert len(boss.children["c"].restarts) <= 1
+    assert boss.children["c"].failures <= 1
+
+
+@pytest.mark.parametrize("up_s", [1.0, 60.0])
+def test_the_default_settings_give_up_however_long_the_pauses_and_the_starts_are(tmp_path: Path, up_s: float) -> None:
+    now = 0.0
+    boss = Supervisor(UpConfig(), tmp_path / "logs", {}, clock=lambda: now)
+    boss.add("c", python(""))
+    child = boss.children["c"]
+
+    def fail() -> None:
+        nonlocal now
+        child.started = max(now, child.due)
+        now = child.started + up_s
+        boss._after_failure(child, 1)
+
+    for _ in range(UpConfig().max_restarts):
+        fail()
+    with pytest.raises(SluiceError, match="c ended 21 times, last with exit code 1"):
+        fail()
+
+
+def test_the_default_settings_never_give_up_on_a_process_that_stays_up(tmp_path: Path) -> None:
+    now = 0.0
+    boss = Supervisor(UpConfig(), tmp_path / "logs", {}, clock=lambda: now)
+    boss.add("c", python(""))
+    child = boss.children["c"]
+    for _ in range(100):
+        child.started = max(now, child.due)
+        now = child.started + UpConfig().restart_window_s + 1
+        boss._after_failure(child, 1)
+    assert child.failures == 1
 
 
 async def test_stop_asks_first_and_kills_after_the_grace_time(tmp_path: Path) -> None:
