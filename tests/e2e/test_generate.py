@@ -124,6 +124,11 @@ def test_killed_and_interrupted_and_resumed_it_writes_what_one_run_writes(
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out" / "a.jsonl"
     out.parent.mkdir()
     part = out.with_name("a.jsonl.part")
+    restarted = start(prompts, out, *SAMPLED, *SLOWLY, "--restart")
+    wait_for_answers(part, QUICK // 2, restarted)
+    restarted.signal(signal.SIGINT)
+    assert restarted.wait() == 130, restarted.tail()
+    assert "the same command without --restart continues from there" in restarted.text()
     first = start(prompts, out, *SAMPLED, *SLOWLY)
     wait_for_answers(part, QUICK // 2, first)
     first.kill()

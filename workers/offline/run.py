@@ -121,7 +121,7 @@ def _to_file(decoding: Decoding, identity: dict[str, Any], stdout: IO[bytes]) ->
 
 
 def _kept(part: PartFile, decoding: Decoding) -> str:
-    where = f", kept in {part.path}; the same command continues from there" if len(part) else ""
+    where = f", kept in {part.path}; {part.continued_by} continues from there" if len(part) else ""
     return f"{len(part)} of {decoding.total} answers are done{where}"
 
 

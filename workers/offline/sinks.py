@@ -184,6 +184,8 @@ class PartFile:
     def __init__(self, path: Path, run: dict[str, Any], *, restart: bool = False) -> None:
         """Raises ConfigError for another run's part file, or one that another process is writing."""
         self.path = path
+        # With --restart, it would empty the file again.
+        self.continued_by = "the same command without --restart" if restart else "the same command"
         self._stream = _locked(path)
         try:
             header = header_line(run)
@@ -244,7 +246,8 @@ class PartFile:
                 os.fsync(self._stream.fileno())
                 self._synced = time.monotonic()
         except OSError as error:
-            raise DataError(f"{self.path}: {error.strerror}; free some space; the same command continues") from error
+            do = f"free some space; {self.continued_by} continues"
+            raise DataError(f"{self.path}: {error.strerror}; {do}") from error
         self._end += len(line)
 
 

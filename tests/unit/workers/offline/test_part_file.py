@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.errors import ConfigError, DataError
 from sluice.workers.offline.answers import Answer, number_of
 from sluice.workers.offline.sinks import PartFile, header_line, recover
 
@@ -144,3 +145,18 @@ def test_it_stays_until_it_is_removed(tmp_path: Path, ending: Callable[[PartFile
         fill(part)
         ending(part)
     assert path.exists() == (ending is not PartFile.remove)
+
+
+@pytest.mark.parametrize(
+    ("restart", "command"), [(False, "the same command"), (True, "the same command without --restart")]
+)
+def test_a_full_disk_names_the_command_that_keeps_what_was_stored(tmp_path: Path, restart: bool, command: str) -> None:
+    with PartFile(tmp_path / "a.part", RUN, restart=restart) as part:
+        part.append(ANSWERS[2, 0], LINES[2, 0])
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (part.path.stat().st_size, before[1]))
+        try:
+            with pytest.raises(DataError, match=f"free some space; {command} continues$"):
+                part.append(ANSWERS[0, 1], LINES[0, 1])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
