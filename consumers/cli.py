@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from sluice.pipeline.cli.options import ConfigPath, Json, Overrides, RewardOption, rewarded
+from sluice.pipeline.cli.options import ConfigPath, Json, Overrides, RewardOption, overriding
 from sluice.pipeline.terminal import say
 
 if TYPE_CHECKING:
@@ -251,8 +251,7 @@ def try_(
 
     if rows < 1 or (answers is not None and answers < 1):
         raise ConfigError("--rows and --answers must be at least 1")
-    paths = [f"{key}={value}" for key, value in (("model.path", model), ("data.path", data)) if value]
-    settings = load_config(config, [*overrides, *paths, *rewarded(reward)])
+    settings = load_config(config, [*overrides, *overriding(reward, model=model, data=data)])
     logs.configure("task-try", logging.WARNING)
     tried = try_rows(settings, rows, answers)
     if as_json:

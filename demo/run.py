@@ -29,7 +29,7 @@ from sluice.demo.report import Report
 from sluice.demo.tasks import DemoTask
 from sluice.demo.tiny.warm_start import WarmStartProgress
 from sluice.pipeline import logs
-from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.config import Config, load_config, override
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.run.stack import run_stack
 from sluice.pipeline.terminal import complain, print_json
@@ -133,15 +133,15 @@ def _config(task: DemoTask, directory: Path, warm: Path, options: Options) -> Co
     overrides = [
         f"run={run}",
         f"seed={options.seed}",
-        f"run_dir={run_dir}",
-        f"broker.embedded_dir={run_dir / run / 'broker'}",
-        f"model.path={warm}",
-        f"data.path={run_dir / run / 'train.jsonl'}",
         f"worker.count={options.workers}",
-        f"eval.data={run_dir / run / 'heldout' / 'heldout.jsonl'}",
+        override("run_dir", run_dir),
+        override("broker.embedded_dir", run_dir / run / "broker"),
+        override("model.path", warm),
+        override("data.path", run_dir / run / "train.jsonl"),
+        override("eval.data", run_dir / run / "heldout" / "heldout.jsonl"),
     ]
     overrides += [] if options.prompts is None else [f"data.limit={options.prompts}"]
-    overrides += [f"images.roots=[{run_dir / run}]"] if task.images else []
+    overrides += [override("images.roots", [run_dir / run])] if task.images else []
     config = load_config(task.config_path(), overrides)
     if config.rollout.url is None:
         return config

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from sluice.pipeline.cli.options import ConfigPath, Overrides
+from sluice.pipeline.cli.options import ConfigPath, Overrides, overriding
 from sluice.pipeline.terminal import say
 
 
@@ -26,10 +26,10 @@ def produce(
     """
     import asyncio
 
-    from sluice.pipeline.config import load_config
+    from sluice.pipeline.config import load_config, override
     from sluice.producers.submit import produce as run
 
-    more = () if rollout_url is None else (f"rollout.url={rollout_url}",)
+    more = () if rollout_url is None else (override("rollout.url", rollout_url),)
     asyncio.run(run(load_config(config, [*overrides, *more])))
 
 
@@ -120,7 +120,7 @@ def try_(
     from sluice.pipeline.errors import ConfigError
     from sluice.producers.agents.trial import Trial, TryOptions
 
-    settings = load_config(config, [*overrides, *([f"model.path={model}"] if model else [])])
+    settings = load_config(config, [*overrides, *overriding(model=model)])
     if not settings.model.path:
         raise ConfigError("no model; pass its directory with --model")
     if prompt is None and not interactive:

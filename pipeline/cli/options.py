@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -147,6 +146,9 @@ RewardOption = Annotated[
 """The same as `--set rollout_matching.reward=…`."""
 
 
-def rewarded(reward: str | None) -> list[str]:
-    """What `--reward` overrides."""
-    return [] if reward is None else [f"rollout_matching.reward={json.dumps(reward)}"]
+def overriding(reward: str | None = None, *, model: str | Path | None = None, data: Path | None = None) -> list[str]:
+    """What `--reward`, `--model` and `--data` override."""
+    from sluice.pipeline.config import override
+
+    given = (("model.path", model), ("data.path", data), ("rollout_matching.reward", reward))
+    return [override(key, value) for key, value in given if value is not None]

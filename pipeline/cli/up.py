@@ -10,7 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from sluice.pipeline.cli.options import ConfigPath, DryRunFlag, DryRunJson, Overrides, RewardOption, rewarded
+from sluice.pipeline.cli.options import ConfigPath, DryRunFlag, DryRunJson, Overrides, RewardOption, overriding
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.terminal import complain, say
 
@@ -38,7 +38,7 @@ def up(
     Example: `sluice up -c configs/text.yaml --dry-run`
     """
     command = _typed("up", config, workers, reward, overrides)
-    return start(command, config, [*overrides, *rewarded(reward)], workers, dry_run=dry_run, as_json=as_json)
+    return start(command, config, [*overrides, *overriding(reward)], workers, dry_run=dry_run, as_json=as_json)
 
 
 def run(
@@ -65,9 +65,9 @@ def run(
     Example: `sluice run -c configs/rewards.yaml --model ./my-model --data prompts.jsonl --reward my_rewards.py:score`
     Example: `sluice run -c configs/text.yaml --model ./my-model --data prompts.jsonl --dry-run`
     """
-    paths = [f"{key}={value}" for key, value in (("model.path", model), ("data.path", data)) if value]
     command = _typed("run", config, workers, reward, overrides, model, data)
-    return start(command, config, [*overrides, *paths, *rewarded(reward)], workers, dry_run=dry_run, as_json=as_json)
+    given = overriding(reward, model=model, data=data)
+    return start(command, config, [*overrides, *given], workers, dry_run=dry_run, as_json=as_json)
 
 
 _SAY_AFTER_S = 1.5

@@ -3,7 +3,7 @@
 file, environment, --set ─▶ load ─▶ suggest (unknown keys) ─▶ types (every key) ─▶ rules (between keys) ─▶ Config
 """
 
-from sluice.pipeline.config.load import load_config, resolved_yaml
+from sluice.pipeline.config.load import load_config, override, resolved_yaml
 from sluice.pipeline.config.types import Config
 
-__all__ = ["Config", "load_config", "resolved_yaml"]
+__all__ = ["Config", "load_config", "override", "resolved_yaml"]

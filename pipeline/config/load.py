@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Generator, Mapping, Sequence
@@ -179,6 +180,12 @@ def _override(tree: dict[str, Any], item: str) -> None:
     if not sep:
         raise ConfigError(f"--set {item!r}: write it as --set path.to.key=value")
     _put(tree, dotted.strip(), parse_yaml(text, f"--set {item}"), f"--set {item}")
+
+
+def override(key: str, value: object) -> str:
+    """`key=value` for `load_config`, of a value that is no YAML, such as a path: it's taken as it is."""
+    # Not escaped: YAML reads the two escapes that JSON has for a character as two characters.
+    return f"{key}={json.dumps(value, default=str, ensure_ascii=False)}"
 
 
 def resolved_yaml(config: Config, *, secrets: bool = False) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from sluice.pipeline import errors
+from sluice.pipeline.cli.options import overriding
+from sluice.pipeline.config import load_config
 from sluice.pipeline.errors import EXIT_CODES, INTERRUPTED, SOME_ROWS_FAILED, TERMINATED, WRONG_USAGE, SluiceError
 from tests.command import call
 from tests.unit.pipeline.test_weights import model_dir
@@ -75,6 +77,12 @@ def test_codes_are_what_the_table_says(tmp_path: Path, capsys: pytest.CaptureFix
     assert call("status", "--set", CLOSED) == errors.BrokerError.exit_code == 4
     assert call("config", "show", "-c", str(tmp_path / "nosuch.yaml")) == errors.ConfigError.exit_code == 2
     assert call("audit", str(tmp_path / "nosuch")) == errors.DataError.exit_code
+
+
+@pytest.mark.parametrize("name", ["2024-01-01", "1e3", "[a, b]", "null", "a: b", "tab\there", "ø 🙂 \"'\\"])
+def test_a_path_in_an_option_is_no_yaml(name: str) -> None:
+    found = load_config(None, overriding(model=Path(name), data=Path(name)), {})
+    assert (found.model.path, found.data.path) == (name, name)
 
 
 def test_ctrl_c_is_130(tmp_path: Path) -> None:
