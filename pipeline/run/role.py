@@ -362,6 +362,7 @@ def _on_signals(role: Role) -> None:
 
 
 LOCK_DIR = "SLUICE_GPU_LOCK_DIR"
+_CLAIM_S = 10.0
 
 
 def host_gpus() -> list[str]:
@@ -379,12 +380,12 @@ def claim_gpus(gpus: list[str], lock_dir: Path, count: int = 1) -> tuple[str, co
     """
     if not gpus:
         return None
-    with contextlib.ExitStack() as held, _locked(lock_dir / "claim.lock", fcntl.LOCK_EX):  # or two may get half each
+    with contextlib.ExitStack() as held, _claiming(lock_dir):
         found: list[str] = []
         for gpu in gpus:
             if len(found) < count:
                 with contextlib.suppress(BlockingIOError):
-                    held.enter_context(_locked(lock_dir / f"gpu-{gpu}.lock", fcntl.LOCK_EX | fcntl.LOCK_NB))
+                    held.enter_context(_locked(lock_dir / f"gpu-{gpu}.lock"))
                     found.append(gpu)
         if len(found) == count:
             return ",".join(found), held.pop_all()
@@ -397,17 +398,52 @@ def claim_gpus(gpus: list[str], lock_dir: Path, count: int = 1) -> tuple[str, co
 
 
 @contextlib.contextmanager
-def _locked(path: Path, how: int) -> Generator[None]:
+def _claiming(lock_dir: Path) -> Generator[None]:
+    """One process of the host at a time, or two that need several GPUs may get half each."""
+    until = time.monotonic() + _CLAIM_S
+    with contextlib.ExitStack() as scope:
+        while True:
+            try:
+                scope.enter_context(_locked(lock_dir / "claim.lock"))
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise EngineError(
+                        f"another process has been claiming GPUs for {_CLAIM_S:.0f} s, which takes milliseconds; end "
+                        f"it (`fuser {lock_dir / 'claim.lock'}` shows it), or set {LOCK_DIR} to another directory"
+                    ) from None
+            time.sleep(_POLL_S)
+        yield
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """Raises BlockingIOError while another process has it."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
+        file = _lock_file(path)
     except OSError as error:
         raise EngineError(
             f"cannot create GPU locks ({error}); set {LOCK_DIR} to a directory that every user can write to"
         ) from error
-    with file:
-        fcntl.flock(file, how)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+    finally:
+        os.close(file)
+
+
+def _lock_file(path: Path) -> int:
+    """Open it; what is missing is created for all users of the host."""
+    path.parent.parent.mkdir(parents=True, exist_ok=True)
+    umask = os.umask(0)  # a chmod afterwards would leave a moment in which another user is refused
+    try:
+        path.parent.mkdir(mode=0o1777, exist_ok=True)
+        # O_EXCL: Linux may refuse O_CREAT on another user's file in such a directory (fs.protected_regular).
+        with contextlib.suppress(FileExistsError):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    finally:
+        os.umask(umask)
+    return os.open(path, os.O_RDWR)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from sluice.pipeline.config import load_config
 from sluice.pipeline.errors import ConfigError, EngineError
+from sluice.pipeline.run import role
 from sluice.pipeline.run.role import LOCK_DIR, claim_gpus, host_gpus, use_free_gpus
 
 HOLD = """
@@ -42,6 +45,41 @@ def test_two_processes_never_get_the_same_gpu_and_the_third_is_told(tmp_path: Pa
         assert claim[0] == taken[0]
         claim[1].close()
         second.kill()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_locks_are_those_of_every_user_of_the_host(tmp_path: Path, umask: int) -> None:
+    for directory in (tmp_path, *tmp_path.parents[:2]):
+        directory.chmod(0o755)
+    before = os.umask(0)
+    (tmp_path / "open").mkdir(mode=0o1777)
+    os.umask(umask)
+    try:
+        claim = claim_gpus(["0", "1", "2"], tmp_path / "open" / "locks")
+    finally:
+        os.umask(before)
+    assert claim is not None
+    child = os.fork()
+    if child == 0:  # without an import: the other user may not read this directory's files
+        os.setegid(65534)
+        os.seteuid(65534)
+        try:
+            second = claim_gpus(["0", "1", "2"], tmp_path / "open" / "locks")
+            os._exit(0 if second is not None and second[0] == "1" else 1)
+        except BaseException:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    claim[1].close()
+
+
+def test_a_claim_that_never_ends_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(role, "_CLAIM_S", 0.0)
+    (tmp_path / "claim.lock").touch()
+    with (tmp_path / "claim.lock").open() as stuck:
+        fcntl.flock(stuck, fcntl.LOCK_EX)
+        with pytest.raises(EngineError, match=rf"another process has been claiming GPUs .* {LOCK_DIR}"):
+            claim_gpus(["0"], tmp_path)
 
 
 def test_a_host_without_gpus_gives_none(tmp_path: Path) -> None:
