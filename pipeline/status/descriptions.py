@@ -36,6 +36,7 @@ _ENDS = {
     "stopped": "stopped at trainer.max_versions",
     "killed": "interrupted without notice",
 }
+_BY_EVALUATIONS = "stopped by its evaluations"
 
 
 class StallText(NamedTuple):
@@ -72,7 +73,7 @@ class StageText(NamedTuple):
 
 
 def _ended(end: RunEnd) -> str:
-    return "stopped by its evaluations" if end.is_by_evaluations else _ENDS.get(end.state, end.state)
+    return _BY_EVALUATIONS if end.is_by_evaluations else _ENDS.get(end.state, end.state)
 
 
 def condition(now: Snapshot) -> str:
@@ -81,6 +82,8 @@ def condition(now: Snapshot) -> str:
         return "complete"
     if now.end is not None and now.end.state in _ENDS:
         return _ended(now.end)
+    if now.is_stopped:
+        return _BY_EVALUATIONS if now.stopped_by_evaluations else _ENDS["stopped"]
     if any(row.is_alive and not row.is_onlooker for row in now.processes):
         return "running"
     if now.state == "finished":
@@ -564,12 +567,11 @@ def _complete(now: Snapshot) -> str:
 def _stopped(now: Snapshot) -> str:
     left = counted(now.credit.sequences, "sequence")
     ago = "" if now.end is None else f" {length(now.at - now.end.at)} ago"
-    if now.end is not None and now.end.state == "stopped":
-        if now.end.is_by_evaluations:
-            return f"it stopped{ago}, {left} in flight: {now.end.cause}; raise that to continue, and run again"
-        return f"it stopped at trainer.max_versions{ago}, {left} in flight: to continue, raise it and run again"
-    do = again(now.end) if now.end is not None else "run the same command again to continue"
-    return f"it was interrupted{ago}, {left} in flight: {do}"
+    if now.end is not None and now.end.state == "interrupted":
+        return f"it was interrupted{ago}, {left} in flight: {again(now.end)}"
+    if cause := now.stopped_by_evaluations:
+        return f"it stopped{ago}, {left} in flight: {cause}; raise that to continue, and run again"
+    return f"it stopped at trainer.max_versions{ago}, {left} in flight: to continue, raise it and run again"
 
 
 def headline(now: Snapshot, verdict: Verdict, busiest: Sequence[RoleName], learned: str = "") -> str:

@@ -206,8 +206,17 @@ class Snapshot(msgspec.Struct, kw_only=True):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether its supervisor was interrupted, or ended at trainer.max_versions or by evaluations."""
-        return self.end is not None and self.end.state in ("interrupted", "stopped")
+        """Whether its supervisor was interrupted, or its trainer ended at trainer.max_versions or by evaluations."""
+        if self.end is not None:
+            return self.end.state in ("interrupted", "stopped")
+        return self.state == "stopped" and not self.alive("trainer")  # without a supervisor: the trainer's last word
+
+    @property
+    def stopped_by_evaluations(self) -> str:
+        """What they said; "" if something else ended the run, or nothing did."""
+        if self.end is not None:
+            return self.end.cause if self.end.is_by_evaluations else ""
+        return self.evaluation.stops if self.is_stopped else ""
 
     @property
     def ended(self) -> int:

@@ -41,7 +41,7 @@ def failed(role: str, kind: str, words: str, ago_s: float = 40, **changes: Any) 
 def state(*rows: Process, **changes: Any) -> Snapshot:
     fields: dict[str, Any] = {"enqueued": 8, "trained": 4, "credit": CreditUse(sequences=4, max_sequences=16)}
     fields["processes"] = list(rows) or [process(role) for role in ROLES]
-    return Snapshot(run="r", state="new", at=NOW, **{**fields, **changes})
+    return Snapshot(**{"run": "r", "state": "new", "at": NOW, **fields, **changes})
 
 
 def only(now: Snapshot) -> Stall:
@@ -180,6 +180,25 @@ def test_a_run_that_was_stopped_says_how_and_is_not_stuck(how: Any, word: str, r
     assert verdict_text(now, told).endswith(f"{word} 90 s ago, 4 sequences in flight: {remedy}")
     assert headline(now, told, []) == f"{word.capitalize()}: 4 sequences trained"
     assert condition(state(trained=8, exhausted=True, end=RunEnd(at=NOW, state="failed"))) == "complete"
+
+
+@pytest.mark.parametrize(
+    ("said", "word", "remedy"),
+    [
+        ("", "stopped at trainer.max_versions", "to continue, raise it and run again"),
+        ("eval.patience", "stopped by its evaluations", "eval.patience; raise that to continue, and run again"),
+    ],
+)
+def test_a_run_without_a_supervisor_is_stopped_by_its_trainers_word(said: str, word: str, remedy: str) -> None:
+    left = {"state": "stopped", "waiting_batches": 1, "queued_jobs": 4, "evaluation": Evaluation(stops=said)}
+    now = state(process("worker"), process("consumer"), process("trainer", age_s=60), **left)
+    now.stalls = stalls(now)
+    told = verdict(now, now)
+    assert (now.stalls, told.state, told.is_healthy) == ([], "stopped", True)
+    assert verdict_text(now, told).endswith(f"4 sequences in flight: {remedy}")
+    assert (condition(now), headline(now, told, [])) == (word, f"{word.capitalize()}: 4 sequences trained")
+    again = state(process("worker"), process("consumer"), process("trainer"), process("producer"), **left)
+    assert (again.is_stopped, condition(again)) == (False, "running"), "the next trainer has begun"
 
 
 def test_a_run_whose_supervisor_was_killed_needs_a_start_and_names_its_command() -> None:
