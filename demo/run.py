@@ -30,12 +30,14 @@ from sluice.demo.tasks import DemoTask
 from sluice.demo.tiny.warm_start import WarmStartProgress
 from sluice.pipeline import logs
 from sluice.pipeline.config import Config, load_config, override
-from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.errors import ConfigError, SluiceError
 from sluice.pipeline.run.stack import run_stack
+from sluice.pipeline.status.run_end import refuse_second
 from sluice.pipeline.terminal import complain, print_json
 
 SCHEMA = 1
 _KEEP_RUNS = 3
+_MARK = "demo.mark"  # in the directory of a run that the demo made
 _LAST_STEPS = 8  # one alone has few rollouts
 
 
@@ -72,6 +74,8 @@ def _run(task: DemoTask, directory: Path, options: Options) -> tuple[int, dict[s
     _prune(directory / "runs", task)
     config = _config(task, directory, warm, options)
     run_dir = Path(config.run_dir) / config.run
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / _MARK).touch()
     task.write_data(Path(config.data.path), config.data.limit or 1, options.seed + 1)
     task.write_heldout(Path(config.eval.data), task.num_followed, SEED)
     drill = Drill(task, config, run_dir / EVALS, kill=options.kill)
@@ -251,8 +255,11 @@ def _newest_version(run_dir: Path) -> Path:
 
 
 def _prune(runs: Path, task: DemoTask) -> None:
-    for old in sorted(runs.glob(f"{task.name}-*"))[: -(_KEEP_RUNS - 1)]:
-        shutil.rmtree(old, ignore_errors=True)
+    """Make room for one more; what isn't a demo's, or is running, stays."""
+    for mark in sorted(runs.glob(f"{task.name}-*/{_MARK}"))[: -(_KEEP_RUNS - 1)]:
+        with contextlib.suppress(ConfigError):
+            refuse_second(mark.parent)
+            shutil.rmtree(mark.parent, ignore_errors=True)
 
 
 def _print(task: DemoTask, summary: dict[str, Any], cost: KillCost | None, *, usual: bool) -> None:
