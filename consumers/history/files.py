@@ -1,6 +1,7 @@
 """History files: paths, schema, opening.
 
-- `num` grows with every new sequence (job) of a file, so sorting by it sorts by time and needs no index.
+- `num` grows with every new sequence of a file, so sorting by it sorts by time and needs no index. A job has the one of
+  its first sequence: what is older than a job is what has a smaller number.
 - `sequences` is narrow for fast scans; `details` holds what pages show, with whole messages compressed.
 - The sequences of a job are found by the unique `seq_id`: "<job_id>:…", or for a rollout that no producer announced
   "<job_id>" and "<job_id>/…". Ids are hashes: an index over them is the dearest to write, for each new entry rewrites a

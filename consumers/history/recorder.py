@@ -2,7 +2,9 @@
 
 - Written before the hand-off: if a consumer dies in between, its successor redoes the work and writes the same again.
 - The first failure is logged and ends the recording: history never stops a role.
-- One transaction per call. Writing a sequence again replaces it in place and keeps the order.
+- One transaction per call. Writing a job again replaces it in place and keeps the order.
+- Agents choose ids of rollouts and groups, and may use one again. A job that was enqueued at another time is another
+  job: it goes to the end, and its sequences leave whatever job had their ids.
 - Beyond `max_sequences` or `max_mb` whole jobs are deleted, oldest first; the newest one always stays. Freed pages are
   reused, so the file neither shrinks nor grows.
 - Pruning deletes 3 % of the limit at a time. Ids are hashes, so two index entries rarely share a page, and a
@@ -41,10 +43,14 @@ _SEQUENCE = (
     " returning num, at"
 )
 _JOB = (
-    "insert into jobs (job_id, task, group_size, enqueued_at, at, attempts, handed_on, dropped, dead, log)"
-    " values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) on conflict (job_id) do update set task=excluded.task,"
-    " group_size=excluded.group_size, enqueued_at=excluded.enqueued_at, attempts=excluded.attempts,"
-    " handed_on=excluded.handed_on, dropped=excluded.dropped, dead=excluded.dead, log=excluded.log"
+    "insert or replace into jobs"
+    " (num, job_id, task, group_size, enqueued_at, at, attempts, handed_on, dropped, dead, log)"
+    " values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+_TO_THE_END = "update sequences set num = (select max(num) + 1 from sequences), at = ? where num = ?"
+_BORDER = (
+    "select coalesce((select min(num) from jobs where num > (select num from sequences order by num limit 1 offset ?)),"
+    " (select max(num) from jobs), 0)"
 )
 _TRAINED = (
     "insert into trained (seq_id, step, state, trained) values (?, ?, ?, ?) on conflict (seq_id) do update set"
@@ -113,10 +119,9 @@ class HistoryStore(_File):
         self._reload()
 
     def _reload(self) -> None:
-        self._count, self._newest = self._db.execute("select count(*), coalesce(max(num), 0) from sequences").fetchone()
-        (self._at,) = self._db.execute(
-            "select coalesce(max(at), 0) from sequences where num = ?", (self._newest,)
-        ).fetchone()
+        newest = "select coalesce(max(at), 0) from sequences where num = (select max(num) from sequences)"
+        (self._count,) = self._db.execute("select count(*) from sequences").fetchone()
+        (self._at,) = self._db.execute(newest).fetchone()
 
     def record(self, jobs: Sequence[FinishedJob]) -> None:
         """Write finished jobs, oldest first."""
@@ -132,27 +137,31 @@ class HistoryStore(_File):
     def _write(self, db: sqlite3.Connection, job: FinishedJob) -> None:
         rows = [each.row for each in job.sequences]
         self._at = max(self._at, *(row.at for row in rows))
-        for each, row in zip(job.sequences, rows, strict=True):
-            shown = (
-                row.state,
-                row.finish_reason,
-                row.worker,
-                row.task,
-                row.triggered,
-                row.version_min,
-                row.version_max,
-            )
-            num, at = db.execute(_SEQUENCE, (row.seq_id, row.job_id, self._at, *shown)).fetchone()
-            stored = (pack(msgspec.structs.replace(row, at=at)), each.result, each.sample, each.letter)
-            db.execute("insert or replace into details values (?, ?, ?, ?, ?)", (num, *stored))
-            if num > self._newest:
-                self._count, self._newest = self._count + 1, num
         enqueued_at = min((row.enqueued_at for row in rows if row.enqueued_at), default=0.0)
+        again = "select num, at from jobs where job_id = ? and enqueued_at = ?"
+        place = db.execute(again, (job.job_id, enqueued_at)).fetchone()
+        nums = [self._write_sequence(db, each, in_place=place is not None) for each in job.sequences]
+        num, at = place or (min(nums), self._at)
         task = next((row.task for row in rows if row.task), "")
         counts = [sum(row.state == state for row in rows) for state in STATES]
         attempts = max(row.attempt for row in rows)
-        facts = (job.job_id, task, rows[0].group_size, enqueued_at, self._at, attempts)
+        facts = (num, job.job_id, task, rows[0].group_size, enqueued_at, at, attempts)
         db.execute(_JOB, (*facts, *counts, job.log))
+
+    def _write_sequence(self, db: sqlite3.Connection, one: Finished, *, in_place: bool) -> int:
+        """Returns its number. One that is stored keeps its number and time if `in_place`."""
+        row = one.row
+        stored = db.execute("select num from sequences where seq_id = ?", (row.seq_id,)).fetchone()
+        if stored is None:
+            self._count += 1
+        elif not in_place:  # a new number, so that the index reads it
+            db.execute("delete from details where num = ?", stored)
+            db.execute(_TO_THE_END, (self._at, *stored))
+        shown = (row.state, row.finish_reason, row.worker, row.task, row.triggered, row.version_min, row.version_max)
+        num, at = db.execute(_SEQUENCE, (row.seq_id, row.job_id, self._at, *shown)).fetchone()
+        detail = (pack(msgspec.structs.replace(row, at=at)), one.result, one.sample, one.letter)
+        db.execute("insert or replace into details values (?, ?, ?, ?, ?)", (num, *detail))
+        return num
 
     def _prune(self, db: sqlite3.Connection) -> None:
         if self._count > self._most:
@@ -162,19 +171,10 @@ class HistoryStore(_File):
 
     def _delete_oldest(self, db: sqlite3.Connection, count: int) -> bool:
         """Whole jobs of at least `count` sequences, but never the newest job; False if none was deleted."""
-        sizes = "select num, job_id, handed_on + dropped + dead from jobs order by num limit ?"
-        jobs = db.execute(sizes, (count + 1,)).fetchall()
-        kept = 0
-        while count > 0 and kept < len(jobs) - 1:
-            count -= jobs[kept][2]
-            kept += 1
-        first_kept, job_id, _ = jobs[kept]
-        (end,) = db.execute("select num from sequences where job_id = ? order by num limit 1", (job_id,)).fetchone()
+        (end,) = db.execute(_BORDER, (count - 1,)).fetchone()
         db.execute("delete from details where num < ?", (end,))
-        deleted = db.execute("delete from sequences where num < ?", (end,)).rowcount
-        db.execute("delete from jobs where num < ?", (first_kept,))
-        self._count -= deleted
-        return deleted > 0
+        self._count -= db.execute("delete from sequences where num < ?", (end,)).rowcount
+        return db.execute("delete from jobs where num < ?", (end,)).rowcount > 0
 
 
 class TrainedStore(_File):

@@ -6,6 +6,7 @@ import os
 import random
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -35,6 +36,38 @@ def test_a_repeat_changes_nothing_and_a_second_outcome_replaces_the_first(tmp_pa
     writer.record([job("b", row("b", 0, 2, state="dropped"), row("b", 1, 2, state="dropped"), size=2)])
     assert reader.totals() == {"handed_on": 4, "dropped": 2, "dead": 0}
     assert [found.job_id for found in reader.jobs().rows] == ["c", "b", "a"]
+
+
+def reused(seq_id: str, job_id: str, **changes: Any) -> FinishedJob:
+    """A group of one whose ids an agent chose."""
+    return job(job_id, msgspec.structs.replace(row(job_id, **changes), seq_id=seq_id))
+
+
+@pytest.mark.parametrize("others", range(3))
+def test_an_id_that_comes_back_in_another_group_stops_no_pruning(tmp_path: Path, others: int) -> None:
+    writer, reader = store(tmp_path, max_sequences=3), HistoryReader(tmp_path)
+    writer.record([job(f"before-{number}") for number in range(others)])
+    writer.record([reused("x", "first"), reused("x", "second")])
+    assert [each.job_id for each in reader.sequences(ALL).rows if each.seq_id == "x"] == ["second"]
+    for number in range(9):
+        writer.record([job(f"after-{number}")])
+        assert sum(reader.totals().values()) <= 3
+    assert jobs_of(tmp_path) == ["after-8", "after-7", "after-6"]
+
+
+@pytest.mark.parametrize("job_id", ["first", "second"])
+def test_an_id_that_is_used_again_is_the_newest_sequence(tmp_path: Path, job_id: str) -> None:
+    """The newest job too may have its ids used again, and its number isn't given out twice."""
+    writer, reader = store(tmp_path), HistoryReader(tmp_path)
+    writer.record([reused("x", "first", enqueued_at=1.0), job("other")])
+    numbers = set[int]()
+    for at in (200.0, 300.0):
+        writer.record([reused("x", job_id, enqueued_at=at, at=at)])
+        assert [(each.seq_id, each.at) for each in reader.sequences(ALL).rows] == [("x", at), ("other:0", 100.0)]
+        assert jobs_of(tmp_path)[0] == job_id
+        numbers.update(writer._db.execute("select num from sequences where seq_id = 'x'").fetchone())
+    assert len(numbers) == 2
+    assert writer._db.execute("select count(*) from details").fetchone() == (2,)
 
 
 def test_a_clock_that_goes_back_does_not_change_the_order(tmp_path: Path) -> None:
