@@ -46,7 +46,7 @@ COLUMNS = {
     "labels": "[L]; target at position i, predicted from the tokens before it",
     "weights": "[L]; weight in the cross-entropy, 0: not trained by it",
     "segments": "[L]; where the token comes from: codes of the wire format",
-    "response_mask": "[L]; 1: sampled by the policy, 0: prompt, tool output, appended truth",
+    "response_mask": "[L]; 1: sampled by the policy, 0: prompt, tool output, appended truth, or left out by the step",
     "logprobs": "[L]; in nats, under the version that sampled the token; 0 where none did",
     "versions": "[L]; version of the weights that sampled the token; -1: none",
     "proximal_logprobs": "[L]; in nats, under `proximal_versions`",

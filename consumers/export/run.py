@@ -250,7 +250,7 @@ def _codec(model: str) -> HFTextCodec | None:
 
 @dataclass(frozen=True)
 class Exported:
-    """One sequence; `result` is the worker's output, if the history has it."""
+    """One sequence, as trained if it was; `result` is the worker's output, if the history has it."""
 
     sample: TrainingSample
     result: SequenceResult | None = None
@@ -274,23 +274,15 @@ def read_run(directory: Path, kind: Kind) -> Iterator[Exported]:
 def _from_history(directory: Path, kind: Kind) -> Iterator[Exported]:
     with closing(HistoryReader(directory)) as reader:
         for detail in reader.handed_on():
-            if detail.sample is not None and (kind == "handed-on" or _is_trained(detail)):
-                yield _exported(detail, detail.sample)
+            sample, trained = detail.as_trained, detail.trained
+            if sample is None or not (kind == "handed-on" or _is_trained(detail)):
+                continue
+            step, version = (None, None) if trained is None else (trained.step, trained.version)
+            yield Exported(sample, detail.result, step, version)
 
 
 def _is_trained(detail: SequenceDetail) -> bool:
     return detail.trained is not None and detail.trained.state == "trained"
-
-
-def _exported(detail: SequenceDetail, sample: TrainingSample) -> Exported:
-    """As trained, if it was: the trainer may have filled in more proximal logprobs than the consumer had."""
-    trained = detail.trained
-    if trained is None:
-        return Exported(sample, detail.result)
-    if trained.proximal_logprobs:
-        scores = {"proximal_logprobs": trained.proximal_logprobs, "proximal_versions": trained.proximal_versions}
-        sample = replace(sample, **scores)
-    return Exported(sample, detail.result, trained.step, trained.version)
 
 
 def _from_rollouts(directory: Path) -> Iterator[Exported]:

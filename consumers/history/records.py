@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -85,13 +85,22 @@ class SequenceDetail(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def as_trained(self) -> TrainingSample | None:
-        """The sample with the masks and weights of its step; as it was handed on where the step's aren't known."""
+        """The sample with its step's masks, weights and proximal logprobs; as handed on where those aren't known."""
         sample, step = self.sample, self.trained
-        if sample is None or step is None or len(step.response_mask) != len(sample.token_ids):
+        if sample is None or step is None:
             return sample
-        codes = step.left_out.expand() or [LeftOut.no] * len(sample.token_ids)
-        weights = [0.0 if code == LeftOut.stale else each for each, code in zip(sample.weights, codes, strict=True)]
-        return replace(sample, response_mask=step.response_mask, left_out=step.left_out, weights=FloatArray(weights))
+        count, known = len(sample.token_ids), dict[str, Any]()
+        if len(step.proximal_logprobs) == len(step.proximal_versions) == count:
+            known |= {"proximal_logprobs": step.proximal_logprobs, "proximal_versions": step.proximal_versions}
+        if len(step.response_mask) == count:
+            codes = step.left_out.expand() or [LeftOut.no] * count
+            weights = [0.0 if code == LeftOut.stale else each for each, code in zip(sample.weights, codes, strict=True)]
+            known |= {
+                "response_mask": step.response_mask,
+                "left_out": step.left_out,
+                "weights": FloatArray(weights),
+            }
+        return replace(sample, **known)
 
 
 class JobRow(msgspec.Struct, frozen=True, kw_only=True):

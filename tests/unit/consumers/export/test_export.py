@@ -18,6 +18,7 @@ from sluice.consumers.export.run import Exported, export_run, full_row, sft_row
 from sluice.consumers.groups import Group
 from sluice.consumers.history.recorder import Recorder, TrainedRecorder
 from sluice.consumers.samples import letter
+from sluice.consumers.tasks.segments import LeftOut
 from sluice.consumers.training.step_log import KeptRollouts
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DataError
@@ -171,17 +172,21 @@ def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
 
 
 async def history(run: Path, config: Config) -> None:
-    """Three sequences of one group: trained with a newer proximal score, dropped by the trainer, not trained yet."""
+    """One group: trained with a newer score and without a stale token, dropped by the trainer, not trained yet."""
     results = [sequence_result("j", index, 3, text=f"said {index}", truth={"a": [index]}) for index in range(3)]
     samples = [a_sample(result.seq_id) for result in results]
     group = Group("j", 3, {(result.index, 0): result for result in results})
     recorder, trained = Recorder(config, 0), TrainedRecorder(config)
     recorder.note(group, samples, [])
     await recorder.flush()
-    scored = replace(
-        samples[0], proximal_logprobs=FloatArray([0, 0, -1.0, 0]), proximal_versions=Runs.of([-1, -1, 4, -1])
+    seen = replace(
+        samples[0],
+        proximal_logprobs=FloatArray([0, 0, -1.0, 0]),
+        proximal_versions=Runs.of([-1, -1, 4, -1]),
+        response_mask=Runs.of([0, 0, 0, 1]),
+        left_out=Runs.of([LeftOut.no, LeftOut.no, LeftOut.stale, LeftOut.no]),
     )
-    trained.note(7, 5, [scored], [letter("j:1", "stale", "")])
+    trained.note(7, 5, [seen], [letter("j:1", "stale", "")])
     await trained.flush()
     for each in (recorder, trained):
         await each.close()
@@ -201,6 +206,7 @@ async def test_the_history_says_what_was_trained_and_what_was_handed_on(tmp_path
         {"a": [0]},
     )
     assert (row["proximal_versions"], row["proximal_logprobs"]) == ([-1, -1, 4, -1], [0, 0, -1.0, 0])
+    assert (row["response_mask"], row["weights"]) == ([0, 0, 0, 1], [1.0, 0.0, 0.0, 1.0])
     assert row["sampling"]["temperature"] == 1.0
     export_run(run, "jsonl", tmp_path / "all.jsonl", "handed-on", Config())
     assert [(row["seq_id"], row["step"]) for row in lines(tmp_path / "all.jsonl")] == [
@@ -208,6 +214,9 @@ async def test_the_history_says_what_was_trained_and_what_was_handed_on(tmp_path
         ("j:1", 7),
         ("j:2", None),
     ]
+    export_run(run, "trl", tmp_path / "sft", "trained", Config())
+    [row] = pytest.importorskip("datasets").load_from_disk(str(tmp_path / "sft")).to_list()
+    assert row["labels"] == [-100, -100, -100, 8], "no label for a token that the step didn't train"
 
 
 async def test_what_was_not_trained_yet_is_offered(tmp_path: Path) -> None:

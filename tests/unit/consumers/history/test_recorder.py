@@ -64,6 +64,18 @@ def test_a_sample_as_trained_has_the_trainers_masks() -> None:
     assert replace(detail, sample=None).as_trained is None
 
 
+def test_a_sample_as_trained_has_the_trainers_proximal_logprobs() -> None:
+    handed_on = training_sample("a:0")
+    row = SequenceRow(seq_id="a:0", job_id="a", index=0, group_size=1, state="handed_on", at=0.0)
+    scores = {"proximal_logprobs": SAMPLE.proximal_logprobs, "proximal_versions": SAMPLE.proximal_versions}
+    detail = SequenceDetail(
+        row=row, sample=handed_on, trained=Trained(seq_id="a:0", step=3, version=5, state="trained", **scores)
+    )
+    assert detail.as_trained == replace(handed_on, **scores)
+    longer = training_sample("a:0", 5)
+    assert replace(detail, sample=longer).as_trained == longer, "another attempt's"
+
+
 async def test_the_trainers_file_may_hold_what_all_consumers_may(tmp_path: Path) -> None:
     limits = HistoryConfig(max_mb=1)
     config = Config(run_dir=str(tmp_path), history=limits, consumer=ConsumerConfig(count=3))
