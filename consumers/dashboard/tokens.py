@@ -220,12 +220,7 @@ def segment_name(code: int) -> str:
 
 
 def _kinds(sample: TrainingSample, result: SequenceResult | None) -> list[Kind]:
-    """A token not sampled here came with the sequence if it wasn't sampled there either; else the task added it.
-
-    One with a version was sampled, whatever cleared its mask.
-    """
-    tokens = sample.sampled
-    sampled = [mask or version >= 0 for mask, version in zip(tokens.mask, tokens.versions, strict=True)]
+    """A token not sampled here came with the sequence if it wasn't sampled there either; else the task added it."""
     between: set[int] = set()
     if result is not None:
         start = len(result.prompt_token_ids)
@@ -233,7 +228,7 @@ def _kinds(sample: TrainingSample, result: SequenceResult | None) -> list[Kind]:
         between = {at for at, mine in enumerate(result.sampled.mask, start) if not mine and at < agreed}
     return [
         "prompt" if at < sample.prompt_len else "sampled" if mine else "other" if at in between else "added"
-        for at, mine in enumerate(sampled)
+        for at, mine in enumerate(sample.sampled.was_sampled)
     ]
 
 

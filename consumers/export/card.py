@@ -88,9 +88,9 @@ class Facts:
         """Count one sequence; `step` is the one that trained it."""
         self.endings["not known (no history)" if result is None else result.finish_reason] += 1
         self.tokens += len(sample.token_ids)
-        mask = sample.sampled.response_mask
-        self.sampled += sum(mask)
-        self.versions.update(version for version in set(sample.sampled.versions) if version >= 0)
+        sampled = sample.sampled
+        self.sampled += sum(sampled.was_sampled)
+        self.versions.update(version for version in set(sampled.versions) if version >= 0)
         self.tasks.add(sample.task)
         if step is not None:
             self.steps.add(step)

@@ -95,9 +95,8 @@ def _obstacle(sample: TrainingSample) -> str:
         return "no_reward"
     if sample.images:
         return "has_images"
-    mask = sample.response_mask.expand()[sample.prompt_len :]
-    sampled = [at for at, value in enumerate(mask) if value]
-    return "tool_output" if sampled and 0 in mask[sampled[0] : sampled[-1]] else ""
+    runs = [was_sampled for was_sampled, _ in groupby(sample.sampled.was_sampled[sample.prompt_len :])]
+    return "tool_output" if runs.count(True) > 1 else ""
 
 
 def _reward(sample: TrainingSample) -> float:

@@ -174,6 +174,11 @@ class SampledTokens:
         """`response_mask` written out: one value per token."""
         return self.response_mask or [1] * len(self)
 
+    @property
+    def was_sampled(self) -> list[bool]:
+        """Of each token: one with a version was sampled, whatever cleared its mask since."""
+        return [bool(mask) or version >= 0 for mask, version in zip(self.mask, self.versions, strict=True)]
+
     def with_mask(self) -> SampledTokens:
         """The same with `response_mask` written out, where an empty one would say that no token was sampled."""
         self._state_mask()

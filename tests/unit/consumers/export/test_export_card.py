@@ -21,6 +21,7 @@ from sluice.consumers.samples import letter
 from sluice.pipeline.config.types import Config, DataConfig, ModelConfig
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.wire.messages import FinishReason
+from sluice.pipeline.wire.tokens import Runs
 from tests.factories import sequence_result
 from tests.unit.consumers.export.test_export import a_sample, kept
 
@@ -83,6 +84,14 @@ async def test_endings_versions_and_the_configuration_are_those_of_the_run(tmp_p
     assert "| software | sluice 0.1.0, torch 2.0 |" in text
     assert "| steps that trained | not known |" in text
     assert "sluice export run --to datasets --source handed-on --out out" in text
+
+
+def test_tokens_that_a_step_left_out_count_as_sampled(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    run = kept(tmp_path, a_sample(response_mask=Runs.of([0, 0, 0, 1])))
+    export_run(run, "datasets", tmp_path / "out", "trained", CONFIG)
+    _, text = header_and_text(tmp_path / "out")
+    assert "| tokens | 4, of which the policy sampled 2 |" in text
 
 
 def test_every_column_is_explained() -> None:

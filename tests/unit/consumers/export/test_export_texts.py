@@ -67,6 +67,19 @@ def test_the_best_and_the_worst_of_a_group_are_a_pair(tmp_path: Path, config: Co
     assert "first: d:0" in "; ".join(done.lines())
 
 
+@pytest.mark.parametrize("tool", [False, True])
+def test_tokens_that_a_step_left_out_are_the_models_all_the_same(tmp_path: Path, config: Config, tool: bool) -> None:
+    mask, versions = Runs.of([0] * 4 + [1, 1, 0, 0, 1, 1]), [-1] * 4 + [3] * 6
+    if tool:
+        versions[7] = -1
+    rows, done = exported(
+        tmp_path, config, "completion", *SAMPLES[:1],
+        answer("b:0", "a word", 1.0, response_mask=mask, versions=Runs.of(versions), logprobs=FloatArray([0.0] * 10)),
+    )  # fmt: skip
+    assert done.left_out == ({"tool_output": 1} if tool else {})
+    assert [row["completion"] for row in rows] == ["red"] + ["a word"] * (not tool)
+
+
 def test_an_answer_is_better_than_its_group_or_not(tmp_path: Path, config: Config) -> None:
     rows, done = exported(tmp_path, config, "unpaired", *SAMPLES)
     assert [(row["completion"], row["label"]) for row in rows] == [("red", False), ("blue", True), ("no", False)]
