@@ -34,10 +34,11 @@ from sluice.pipeline.errors import DataError, MessageError
 from sluice.pipeline.logs import get_logger
 
 NAME, LOCK = "index.sqlite", "index.lock"
-_SCHEMA = 3
+_SCHEMA = 4
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _TABLES = """
-create table progress (file text primary key, inode integer not null, num integer not null, last text not null);
+create table progress (
+  file text primary key, inode integer not null, num integer not null, last text not null, changes integer not null);
 create table entries (
   id integer primary key, file text not null, num integer not null, at real not null, state text not null,
   finish_reason text not null, worker text not null, task text not null, triggered integer not null,
@@ -55,6 +56,10 @@ create table loads (version integer primary key, behind_s real not null);
 create table durations (
   file text not null, kind text not null, bucket integer not null, count integer not null,
   primary key (file, kind, bucket)) without rowid;
+create table trained (
+  num integer primary key, seq_id text not null unique, step integer not null, kl real not null,
+  kl_tokens integer not null, lag real not null, lag_max integer not null);
+create index by_step on trained (step);
 create table steps (
   step integer primary key, kl real not null, kl_tokens integer not null, lag real not null, lag_max integer not null,
   samples integer not null);
@@ -150,8 +155,8 @@ class HistoryIndex:
     def stamp(self) -> int:
         """Changes with every indexed portion."""
         with self._asking() as db:
-            (newest,) = db.execute("select coalesce(max(id), 0) from entries").fetchone()
-            return newest
+            (changes,) = db.execute("select coalesce(sum(changes), 0) from progress").fetchone()
+            return changes
 
     def find(
         self, wanted: SequenceFilter, text: str = "", sort: str = "newest", limit: int = 50, skip: int = 0,
@@ -232,9 +237,9 @@ class HistoryIndex:
     def endings(self) -> list[Endings]:
         """By version; counted anew every few seconds at most."""
         with self._asking() as db:
-            newest, now = self.stamp(), time.monotonic()
-            if newest != self._endings[1] and now - self._endings[0] > 3.0:
-                self._endings = (now, newest, self._count_endings(db))
+            stamp, now = self.stamp(), time.monotonic()
+            if stamp != self._endings[1] and now - self._endings[0] > 3.0:
+                self._endings = (now, stamp, self._count_endings(db))
             return self._endings[2]
 
     def _count_endings(self, db: sqlite3.Connection) -> list[Endings]:

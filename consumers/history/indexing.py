@@ -4,6 +4,8 @@
                        ├─▶ Indexer.advance ─▶ entries, prompts, texts, loads, durations, steps
     trainer.sqlite ────┘
 
+- `trained` has what each sequence adds to its step: after a trainer's death sequences are trained again, perhaps in
+  another step, and count there alone.
 - A file that was replaced is forgotten and read anew.
 - Texts are bounded by MOST_TEXT characters each; a prompt is stored and decoded once, however often it comes.
 - KL is k3 of behaviour against proximal: the mean over tokens of r - 1 - log r, r = exp(proximal - behaviour), where
@@ -40,9 +42,8 @@ _LOAD = (
     "insert into loads values (?, ?) on conflict (version) do update set behind_s = min(behind_s, excluded.behind_s)"
 )
 _STEP = (
-    "insert into steps values (?, ?, ?, ?, ?, 1) on conflict (step) do update set kl = kl + excluded.kl,"
-    " kl_tokens = kl_tokens + excluded.kl_tokens, lag = lag + excluded.lag, lag_max = max(lag_max, excluded.lag_max),"
-    " samples = samples + 1"
+    "insert into steps select step, sum(kl), sum(kl_tokens), sum(lag), max(lag_max), count(*) from trained"
+    " where step = ? group by step"
 )
 _DURATION = (
     "insert into durations values (?, ?, ?, ?) on conflict (file, kind, bucket) do update set"
@@ -75,14 +76,15 @@ class Indexer:
         self._directory, self._files, self._decoder = directory, files, decoder
 
     def left(self, db: sqlite3.Connection, name: str) -> int:
-        _, done, _ = self._progress(db, name)
+        _, done, _, _ = self._progress(db, name)
         for newest, oldest in self._files.ask(name, "select max(num), min(num) from sequences"):
             return 0 if newest is None else max(0, newest - max(done, oldest - 1))
         return 0
 
-    def _progress(self, db: sqlite3.Connection, name: str) -> tuple[int, int, str]:
-        """Of a file: its inode, the number indexed last, and what had it."""
-        return next(iter(db.execute("select inode, num, last from progress where file = ?", [name])), (0, 0, ""))
+    def _progress(self, db: sqlite3.Connection, name: str) -> tuple[int, int, str, int]:
+        """Of a file: its inode, the number indexed last, what had it, and how often something of it was indexed."""
+        sql = "select inode, num, last, changes from progress where file = ?"
+        return next(iter(db.execute(sql, [name])), (0, 0, "", 0))
 
     def _is_replaced(self, name: str, done: int, last: str) -> bool:
         """Whether this is another file: a new one often gets the inode of the one that was deleted."""
@@ -102,16 +104,17 @@ class Indexer:
             inode = (self._directory / name).stat().st_ino
         except FileNotFoundError:
             return False
-        held, done, last = self._progress(db, name)
+        held, done, last, changes = self._progress(db, name)
         if held and (held != inode or self._is_replaced(name, done, last)):
             self._forget(db, name)
-            done = 0
+            done, changes = 0, changes + 1
         portion = self._trained if name == TRAINER else self._sequences
         db.execute("begin immediate")
         try:
             newest, count = portion(db, name, done)
             _, last = self._end(name, newest)
-            db.execute("insert or replace into progress values (?, ?, ?, ?)", [name, inode, newest, last])
+            progress = [name, inode, newest, last, changes + (count > 0)]
+            db.execute("insert or replace into progress values (?, ?, ?, ?, ?)", progress)
             if count:
                 self._prune(db, name)
             db.execute("commit")
@@ -124,17 +127,20 @@ class Indexer:
     def _forget(self, db: sqlite3.Connection, name: str) -> None:
         """A file that was replaced."""
         if name == TRAINER:
+            db.execute("delete from trained")
             db.execute("delete from steps")
         else:
             db.execute("delete from durations where file = ?", [name])
             self._delete(db, "file = ?", [name])
 
     def _prune(self, db: sqlite3.Connection, name: str) -> None:
-        """What the consumer has deleted meanwhile."""
-        if name == TRAINER:
-            return
-        for (oldest,) in self._files.ask(name, "select min(num) from sequences"):
-            self._delete(db, "file = ? and num < ?", [name, oldest or 0])
+        """What was deleted of the file meanwhile; the sums of steps stay."""
+        table = "trained" if name == TRAINER else "sequences"
+        for (oldest,) in self._files.ask(name, f"select coalesce(min(num), 0) from {table}"):
+            if name == TRAINER:
+                db.execute("delete from trained where num < ?", [oldest])
+            else:
+                self._delete(db, "file = ? and num < ?", [name, oldest])
 
     def _delete(self, db: sqlite3.Connection, where: str, args: Sequence[Any]) -> None:
         """Entries, and the prompts that nothing answers any more."""
@@ -192,22 +198,30 @@ class Indexer:
     def _trained(self, db: sqlite3.Connection, name: str, done: int) -> tuple[int, int]:
         sql = "select num, seq_id, step, state, trained from trained where num > ? order by num limit ?"
         rows = self._files.ask(name, sql, [done, _PORTION])
-        for _, seq_id, step, state, raw in rows:
-            if state != "trained":
-                continue
-            try:
-                trained = unpack(Trained, zlib.decompress(raw))
-                found = self._versions_and_sample(seq_id, with_sample=len(trained.proximal_logprobs) > 0)
-                if found is None:
-                    continue
-                oldest, newest, sample = found
-                kl, tokens = k3(trained, sample) if sample is not None else (0.0, 0)
-            except (MessageError, zlib.error):
-                continue
-            lag = max(0.0, trained.version - (oldest + newest) / 2) if newest >= 0 else 0.0
-            most = max(0, trained.version - oldest) if newest >= 0 else 0
-            db.execute(_STEP, (step, kl, tokens, lag, most))
+        steps = set[int]()
+        for num, seq_id, step, state, raw in rows:
+            steps.update(one for (one,) in db.execute("delete from trained where seq_id = ? returning step", [seq_id]))
+            if state == "trained" and (adds := self._adds(seq_id, raw)) is not None:
+                db.execute("insert into trained values (?, ?, ?, ?, ?, ?, ?)", [num, seq_id, step, *adds])
+                steps.add(step)
+        for step in steps:
+            db.execute("delete from steps where step = ?", [step])
+            db.execute(_STEP, [step])
         return (rows[-1][0] if rows else done), len(rows)
+
+    def _adds(self, seq_id: str, raw: bytes) -> tuple[float, int, float, int] | None:
+        """To its step: sum of KL, number of tokens with one, staleness by mean and by oldest token; None: not known."""
+        try:
+            trained = unpack(Trained, zlib.decompress(raw))
+            found = self._versions_and_sample(seq_id, with_sample=len(trained.proximal_logprobs) > 0)
+            if found is None:
+                return None
+            oldest, newest, sample = found
+            kl, tokens = k3(trained, sample) if sample is not None else (0.0, 0)
+        except (MessageError, zlib.error):
+            return None
+        lag = max(0.0, trained.version - (oldest + newest) / 2) if newest >= 0 else 0.0
+        return kl, tokens, lag, max(0, trained.version - oldest) if newest >= 0 else 0
 
     def _versions_and_sample(self, seq_id: str, *, with_sample: bool) -> tuple[int, int, TrainingSample | None] | None:
         column = "details.sample" if with_sample else "null"

@@ -52,9 +52,9 @@ _BORDER = (
     "select coalesce((select min(num) from jobs where num > (select num from sequences order by num limit 1 offset ?)),"
     " (select max(num) from jobs), 0)"
 )
-_TRAINED = (
-    "insert into trained (seq_id, step, state, trained) values (?, ?, ?, ?) on conflict (seq_id) do update set"
-    " step=excluded.step, state=excluded.state, trained=excluded.trained"
+_TRAINED = (  # one that is trained again, too, has a new number, so that the index reads it
+    "insert or replace into trained (num, seq_id, step, state, trained)"
+    " values ((select coalesce(max(num), 0) + 1 from trained), ?, ?, ?, ?)"
 )
 R = TypeVar("R")
 C = TypeVar("C", contravariant=True)

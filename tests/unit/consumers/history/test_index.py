@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sqlite3
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -299,3 +300,61 @@ def test_kl_and_staleness_come_from_the_stored_logprobs(tmp_path: Path, index: H
     [step] = index.steps()
     assert (step.step, step.lag_mean, step.lag_max) == (4, 3.0, 3)
     assert step.kl == pytest.approx((math.exp(ratio) - 1 - ratio) / 2, abs=1e-6)
+
+
+def trained(job_id: str, step: int, version: int = 5, **changes: Any) -> Trained:
+    return Trained(**{"seq_id": f"{job_id}:0", "step": step, "version": version, "state": "trained", **changes})
+
+
+def lags(index: HistoryIndex) -> dict[int, tuple[float, int]]:
+    index.catch_up(10)
+    return {one.step: (one.lag_mean, one.lag_max) for one in index.steps()}
+
+
+def test_a_sequence_that_is_trained_again_counts_in_its_last_step_alone(tmp_path: Path, index: HistoryIndex) -> None:
+    fill(tmp_path)
+    trainer = TrainedStore(tmp_path / TRAINER)
+    trainer.record([trained("a", 1), trained("b", 1), trained("c", 2)])
+    assert lags(index) == {1: (3.5, 5), 2: (2.0, 2)}
+    trainer.record([trained("c", 2, version=7)])
+    assert lags(index) == {1: (3.5, 5), 2: (4.0, 4)}, "the newest of the file"
+    trainer.record([trained("a", 2), trained("b", 1)])
+    assert lags(index) == {1: (2.0, 2), 2: (4.5, 5)}
+    trainer.record([trained("b", 1, state="dropped", reason="stale")])
+    assert lags(index) == {2: (4.5, 5)}
+    trainer.close()
+
+
+def test_steps_whose_sequences_were_pruned_stay(tmp_path: Path, index: HistoryIndex) -> None:
+    fill(tmp_path)
+    trainer = TrainedStore(tmp_path / TRAINER, max_sequences=2)
+    for step, job_id in enumerate("abcd"):
+        trainer.record([trained(job_id, step)])
+        index.catch_up(10)
+    trainer.close()
+    assert lags(index) == {0: (5.0, 5), 1: (2.0, 2), 2: (2.0, 2), 3: (1.0, 1)}
+    with closing(sqlite3.connect(tmp_path / NAME)) as db:
+        assert db.execute("select seq_id from trained order by num").fetchall() == [("c:0",), ("d:0",)]
+
+
+def test_whatever_was_indexed_changes_the_stamp(tmp_path: Path, index: HistoryIndex) -> None:
+    stamps = [index.stamp()]
+
+    def noted() -> int:
+        index.catch_up(10)
+        stamps.append(index.stamp())
+        return len(set(stamps))
+
+    fill(tmp_path)
+    assert noted() == 2
+    trainer = TrainedStore(tmp_path / TRAINER)
+    trainer.record([trained("a", 1)])
+    assert noted() == 3, "of the trainer alone"
+    assert noted() == 3, "nothing was"
+    trainer.close()
+    for path in tmp_path.glob(f"{TRAINER}*"):
+        path.unlink()
+    trainer = TrainedStore(tmp_path / TRAINER)
+    trainer.record([trained("b", 1)])
+    trainer.close()
+    assert noted() == 4, "another file"
