@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextvars import copy_context
+from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
@@ -71,8 +75,29 @@ class ThreadPool:
         """Calls that run and are awaited."""
         return self._threads - self._idle
 
-    async def run(self, work: Callable[[], Made], *, timeout_s: float, what: str) -> Made:
+    async def call(self, function: Callable[..., Any], *args: Any, timeout_s: float, what: str) -> Any:
+        """`run` for a function in the caller's context; a coroutine function is awaited in the caller's event loop."""
+        if not inspect.iscoroutinefunction(function):
+            return await self.run(partial(copy_context().run, function, *args), timeout_s=timeout_s, what=what)
+        try:
+            async with asyncio.timeout(None if timeout_s == inf else timeout_s) as deadline:
+                return await function(*args)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise DeadlineExceeded(f"{what} did not end within {timeout_s:g} s") from error
+
+    async def run(
+        self,
+        work: Callable[[], Made],
+        *,
+        timeout_s: float,
+        what: str,
+        unwanted: Callable[[Made], object] | None = None,
+    ) -> Made:
         """What `work` returns or raises; `what` is it in errors. The clock starts when the work does.
+
+        What it returns after its caller has left, or too late, is given to `unwanted`, on the event loop.
 
         Raises DeadlineExceeded; RequestError for what is no Exception; EngineError where too many calls never ended.
         """
@@ -82,7 +107,10 @@ class ThreadPool:
         ended: asyncio.Future[Made] = loop.create_future()
 
         def settle(result: Made, error: Exception | None) -> None:
-            if not ended.done():
+            if ended.done():
+                if error is None and unwanted is not None:
+                    unwanted(result)
+            else:
                 ended.set_result(result) if error is None else ended.set_exception(error)
 
         call, left_s = _Call(work, lambda *outcome: loop.call_soon_threadsafe(settle, *outcome)), timeout_s
@@ -95,6 +123,8 @@ class ThreadPool:
                     raise DeadlineExceeded(f"{what} did not end within {timeout_s:g} s")
             return ended.result()
         except asyncio.CancelledError:
+            if ended.done() and ended.exception() is None and unwanted is not None:  # it ended at the same moment
+                unwanted(ended.result())
             if not self._drop(call):
                 loop.call_later(min(timeout_s, _LEFT_ALONE_S), self._lose, call)
             raise
@@ -161,10 +191,9 @@ class ThreadPool:
                 self._lost -= 1
                 _count_lost(-1)
                 self._start_for_waiting()
-                return False  # another thread has its place
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             call.tell(result, error)
-        return True
+        return not call.given_up  # then another thread has its place
 
     def _next(self) -> _Call | None:
         """The next call that is still wanted; None: the pool is closed, and this thread ends."""

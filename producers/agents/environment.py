@@ -8,7 +8,8 @@
   they do without an environment. `state` is a dict of this rollout, which tools see too (`Rollout`).
 - The rewards add up to the rollout's; without any, the task decides.
 - `close` is called at every ending: finish, failure, cancel, deadline, shutdown. A server that is killed calls nothing.
-- Methods may be coroutines; plain ones run in a thread. Each has `rollout_server.tool_timeout_s`.
+- Methods may be coroutines; plain ones run in a thread, as the construction does. Each has
+  `rollout_server.tool_timeout_s` from when it begins.
 - With `own_process = True` the class lives in a process of its own, which is killed at the end if it doesn't leave.
   With the path of an interpreter, of the same Python version, the process is that one's: its packages go before ours.
 """
@@ -22,18 +23,23 @@ import json
 import math
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.config.types import RolloutServerConfig
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.thread_pool import ThreadPool
 from sluice.pipeline.user_modules import load_object
 from sluice.pipeline.wire.messages import Message
 
 KEY = "rollout_server.environment"
 _CLOSE_S = 5.0  # for `close`; a cancelled rollout has no longer
+_LOOK_S = 0.05
+_MOST_LOST = 256  # calls that outlived their time and still run
 _LINE_BYTES = 16 << 20  # of a process's answer
 _FOREIGN = f"import sys; sys.path += sys.argv[2:]; from {__spec__.name} import serve; serve(sys.argv[1])"
 
@@ -120,10 +126,10 @@ def checked_messages(value: Any, where: str) -> list[Message]:
 class OpenEnvironment:
     """An environment in use. Every method raises EnvironmentFailed."""
 
-    def __init__(self, environment: Any, rollout: Rollout, timeout_s: float) -> None:
+    def __init__(self, environment: Any, rollout: Rollout, threads: ThreadPool, timeout_s: float) -> None:
         self.reward: float | None = None
-        self.waits_for = "the environment"
-        self._environment, self._rollout, self._timeout_s = environment, rollout, timeout_s
+        self._environment, self._rollout = environment, rollout
+        self._threads, self._timeout_s = threads, timeout_s
 
     async def reset(self, row: dict[str, Any]) -> list[Message]:
         """The first messages."""
@@ -136,51 +142,94 @@ class OpenEnvironment:
             self.reward = (self.reward or 0.0) + float(step.reward)
         return step
 
-    async def close(self) -> None:
+    async def _call(self, name: str, *args: Any) -> Any:
+        with _failures(name, self._rollout, self._timeout_s):
+            function = getattr(self._environment, name)
+            return await self._threads.call(function, *args, timeout_s=self._timeout_s, what=name)
+
+
+class Environments:
+    """The environments of a server's rollouts, and the threads of their plain methods."""
+
+    def __init__(self, make: Made, settings: RolloutServerConfig) -> None:
+        self._make, self._timeout_s = make, settings.tool_timeout_s
+        most = settings.max_concurrent_rollouts
+        self._threads = ThreadPool("environment", most, max_lost=_MOST_LOST)
+        self._closing = ThreadPool("environment-close", most, max_lost=_MOST_LOST)  # no stuck step is in its way
+        self._closings: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def opened(self, rollout: Rollout) -> AsyncGenerator[OpenEnvironment]:
+        """One of this rollout, closed after the block. Raises EnvironmentFailed."""
+        with _failures("its construction", rollout, self._timeout_s):
+            made = await self._threads.run(
+                partial(copy_context().run, self._make),
+                timeout_s=self._timeout_s,
+                what="its construction",
+                unwanted=lambda made: self._begin_close(made, rollout),
+            )
+        try:
+            yield OpenEnvironment(made, rollout, self._threads, self._timeout_s)
+        finally:
+            await asyncio.shield(self._begin_close(made, rollout))
+
+    async def end(self) -> None:
+        """Constructions and steps under way may end, and what they made is closed, for a few seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                while self._threads.busy:  # noqa: ASYNC110 - threads set no event
+                    await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(0)  # the last of them is heard
+                while self._closings:
+                    await asyncio.wait(self._closings)
+        for closing in self._closings:
+            closing.cancel()
+        self._threads.close()
+        self._closing.close()
+
+    def _begin_close(self, made: Any, rollout: Rollout) -> asyncio.Task[None]:
+        closing = asyncio.create_task(self._close(made, rollout))
+        self._closings.add(closing)
+        closing.add_done_callback(self._closings.discard)
+        return closing
+
+    async def _close(self, made: Any, rollout: Rollout) -> None:
         """Raises nothing: the rollout has its ending already."""
-        if getattr(self._environment, "close", None) is None:
+        if (close := getattr(made, "close", None)) is None:
             return
         try:
-            async with asyncio.timeout(_CLOSE_S):
-                await _called(self._environment.close)
+            await self._closing.call(close, timeout_s=_CLOSE_S, what="close")
         except Exception as error:
-            get_logger().warning("an environment did not close", rollout=self._rollout.id, why=repr(error))
-
-    async def _call(self, name: str, *args: Any) -> Any:
-        try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
-                return await _called(getattr(self._environment, name), *args)
-        except EnvironmentFailed:
-            raise
-        except Exception as error:
-            if isinstance(error, TimeoutError) and deadline.expired():
-                limit = f"{self._timeout_s:g} s (rollout_server.tool_timeout_s)"
-                raise EnvironmentFailed(f"{name} did not answer within {limit}") from error
-            get_logger().warning("an environment failed", rollout=self._rollout.id, method=name, why=repr(error))
-            raise EnvironmentFailed(f"{name} failed ({type(error).__name__}); see the rollout server's log") from error
+            get_logger().warning("an environment did not close", rollout=rollout.id, why=repr(error))
 
 
 @contextlib.asynccontextmanager
-async def opened(make: Made, rollout: Rollout, timeout_s: float) -> AsyncIterator[OpenEnvironment]:
-    """An environment of this rollout, closed after the block. Raises EnvironmentFailed."""
+async def environments(settings: RolloutServerConfig) -> AsyncGenerator[Environments | None]:
+    """Those that the configuration names, or None. Raises ConfigError."""
+    make = load_environment(settings.environment)
+    if make is None:
+        yield None
+        return
+    made = Environments(make, settings)
     try:
-        made = await asyncio.to_thread(make)
-    except Exception as error:
-        get_logger().warning("an environment could not be made", rollout=rollout.id, why=repr(error))
-        raise EnvironmentFailed(
-            f"it could not be made ({type(error).__name__}); see the rollout server's log"
-        ) from error
-    environment = OpenEnvironment(made, rollout, timeout_s)
-    try:
-        yield environment
+        yield made
     finally:
-        await environment.close()
+        await made.end()
 
 
-async def _called(function: Callable[..., Any], *args: Any) -> Any:
-    if inspect.iscoroutinefunction(function):
-        return await function(*args)
-    return await asyncio.to_thread(function, *args)
+@contextlib.contextmanager
+def _failures(what: str, rollout: Rollout, timeout_s: float) -> Generator[None]:
+    """Whatever `what` raises is EnvironmentFailed; only the log has its text."""
+    try:
+        yield
+    except EnvironmentFailed:
+        raise
+    except DeadlineExceeded as error:
+        limit = f"{timeout_s:g} s (rollout_server.tool_timeout_s)"
+        raise EnvironmentFailed(f"{what} did not answer within {limit}") from error
+    except Exception as error:
+        get_logger().warning("an environment failed", rollout=rollout.id, method=what, why=repr(error))
+        raise EnvironmentFailed(f"{what} failed ({type(error).__name__}); see the rollout server's log") from error
 
 
 class OwnProcess:
@@ -261,6 +310,12 @@ def serve(path: str) -> None:
         closing = getattr(environment, "close", None)
         if closing is not None:  # the server was killed
             runner.run(_called(closing))
+
+
+async def _called(function: Callable[..., Any], *args: Any) -> Any:
+    if inspect.iscoroutinefunction(function):
+        return await function(*args)
+    return await asyncio.to_thread(function, *args)
 
 
 if __name__ == "__main__":

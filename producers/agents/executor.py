@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.pipeline.prompts.turn_tokens import Renderer
-from sluice.producers.agents.environment import EnvironmentFailed, OpenEnvironment, Rollout, current, opened
+from sluice.producers.agents.environment import EnvironmentFailed, OpenEnvironment, Rollout, current
 from sluice.producers.agents.session import PreparedCall, RolloutSession
 from sluice.producers.agents.state import AppState
 from sluice.producers.agents.tools import ToolBox
@@ -171,13 +171,12 @@ class Execution:
         messages = [one.plain() for one in request.messages]
         rollout = Rollout(request.rollout_id)
         current.set(rollout)
-        if state.environment is None:
+        if state.environments is None:
             return messages
         self._waits_for = "the environment's reset"
         row = {"rollout_id": request.rollout_id, "messages": messages, "metadata": request.metadata}
         try:
-            room = opened(state.environment, rollout, state.settings.tool_timeout_s)
-            self._environment = await scope.enter_async_context(room)
+            self._environment = await scope.enter_async_context(state.environments.opened(rollout))
             return await self._environment.reset(row)
         except EnvironmentFailed as error:
             raise RolloutError("tool_error", f"the environment: {error}") from error

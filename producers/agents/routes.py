@@ -69,7 +69,9 @@ class Health(Schema):
     in_flight: int = Field(description="Running rollouts.")
     waiting: int = Field(description="Queued rollouts.")
     capacity: Capacity
-    lost_threads: int = Field(description="Renderings and calls of tools that outlived their deadline and still run.")
+    lost_threads: int = Field(
+        description="Renderings and calls of tools and environments that outlived their deadline and still run."
+    )
 
 
 def add_routes(router: APIRouter, state: AppState, runs: Runs) -> None:

@@ -14,7 +14,7 @@ from sluice.pipeline.config.types import Config, RolloutServerConfig
 from sluice.pipeline.http.addresses import AllowedHosts
 from sluice.pipeline.telemetry.exporter import Telemetry
 from sluice.pipeline.telemetry.families import counter, gauge, histogram, page
-from sluice.producers.agents.environment import Made, load_environment
+from sluice.producers.agents.environment import Environments, environments
 from sluice.producers.agents.tokenizers import Tokenizers
 from sluice.producers.agents.tools import ToolBox, load_tools
 from sluice.producers.agents.trainer_client import Retries
@@ -33,7 +33,7 @@ class AppState:
     http: aiohttp.ClientSession
     tokenizers: Tokenizers
     tools: ToolBox
-    environment: Made | None  # makes a rollout's
+    environments: Environments | None
     line: Line
     counters: Counters
     retries: Retries
@@ -63,7 +63,8 @@ async def app_state(config: Config, retries: Retries | None = None) -> AsyncGene
     line = Line(settings.max_concurrent_rollouts, settings.max_waiting_rollouts)
     tokenizers = Tokenizers.of(config)
     pool = 2 * settings.max_concurrent_rollouts  # running rollouts, plus those reporting their end
-    async with guarded_session(hosts, timeout_s=settings.http_client_timeout_s, pool=pool) as http:
+    session = guarded_session(hosts, timeout_s=settings.http_client_timeout_s, pool=pool)
+    async with session as http, environments(settings) as worlds:
         try:
             yield AppState(
                 settings,
@@ -71,7 +72,7 @@ async def app_state(config: Config, retries: Retries | None = None) -> AsyncGene
                 http,
                 tokenizers,
                 load_tools(settings, config.images, config.gateway.max_body_mb),
-                load_environment(settings.environment),
+                worlds,
                 line,
                 Counters(line),
                 retries or Retries(),

@@ -10,10 +10,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable
-from contextvars import copy_context
 from functools import partial
 from math import inf
 from typing import Any, Protocol, get_type_hints, runtime_checkable
@@ -22,7 +20,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 
 from sluice.pipeline.config.types import RolloutServerConfig
-from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
+from sluice.pipeline.errors import ConfigError, SluiceError
 from sluice.pipeline.thread_pool import ThreadPool
 from sluice.producers.agents.environment import Rollout, current
 from sluice.producers.agents.tools.image import ToolImage
@@ -87,21 +85,7 @@ class FunctionTool:
     async def call_within(self, arguments: dict[str, Any], timeout_s: float) -> ToolResult:
         """The same. Raises DeadlineExceeded."""
         values = self._checked(arguments)
-        if inspect.iscoroutinefunction(self._function):
-            result = await self._awaited(values, timeout_s)
-        else:
-            work = partial(copy_context().run, self._function, **values)
-            result = await self._pool.run(work, timeout_s=timeout_s, what=self.name)
-        return _result(result)
-
-    async def _awaited(self, values: dict[str, Any], timeout_s: float) -> Any:
-        try:
-            async with asyncio.timeout(None if timeout_s == inf else timeout_s) as deadline:
-                return await self._function(**values)
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise DeadlineExceeded(f"{self.name} did not end within {timeout_s:g} s") from error
+        return _result(await self._pool.call(partial(self._function, **values), timeout_s=timeout_s, what=self.name))
 
     def _checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
         try:

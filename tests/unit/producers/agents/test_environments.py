@@ -1,0 +1,144 @@
+"""Environments: one that is stuck holds up no other, and whatever was made is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from sluice.pipeline.config.types import RolloutServerConfig
+from sluice.pipeline.thread_pool import lost_threads
+from sluice.producers.agents.environment import EnvironmentFailed, Environments, OpenEnvironment, Rollout
+from tests.roles import eventually
+
+ACTION = {"role": "assistant", "content": "a"}
+
+
+class World:
+    """What its rollouts do, and what each has to wait for."""
+
+    def __init__(self) -> None:
+        self.gate, self.begun = threading.Event(), threading.Event()
+        self.holds_up = ""
+        self.made, self.closed = 0, 0
+
+    def make(self) -> Any:
+        self.hold("make")
+        self.made += 1
+        return Acted(self)
+
+    def hold(self, where: str) -> None:
+        if where == self.holds_up:
+            self.begun.set()
+            self.gate.wait()
+
+
+class Acted:
+    """Plain methods, as a beginner writes them."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        self.world.hold("reset")
+        return [{"role": "user", "content": "x"}]
+
+    def step(self, action: Any, state: Any) -> tuple[str, float, bool]:
+        self.world.hold("step")
+        return "x", 1.0, True
+
+    def close(self) -> None:
+        self.world.closed += 1
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    """The loop's own threads are one, which is taken."""
+    made, threads = World(), ThreadPoolExecutor(1)
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(threads)
+    taken = loop.run_in_executor(None, made.gate.wait)
+    yield made
+    made.gate.set()
+    await taken
+
+
+def environments(world: World, *, timeout_s: float = 60.0, most: int = 2) -> Environments:
+    return Environments(world.make, RolloutServerConfig(max_concurrent_rollouts=most, tool_timeout_s=timeout_s))
+
+
+async def played(environment: OpenEnvironment) -> bool:
+    await environment.reset({})
+    return (await environment.step(ACTION)).done
+
+
+async def rollout(of: Environments, name: str) -> bool:
+    async with of.opened(Rollout(name)) as environment:
+        return await played(environment)
+
+
+async def is_true(holds: Callable[[], bool]) -> None:
+    async def look() -> bool:
+        return holds()
+
+    await eventually(look, "it")
+
+
+async def begun(world: World, task: asyncio.Task[Any]) -> None:
+    await is_true(lambda: world.begun.is_set() or task.done())
+
+
+async def cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("where", ["make", "reset", "step"])
+async def test_a_stuck_one_holds_up_no_other(world: World, where: str) -> None:
+    of, world.holds_up = environments(world), where
+    async with asyncio.timeout(60):
+        stuck = asyncio.create_task(rollout(of, "stuck"))
+        await begun(world, stuck)
+        world.holds_up = ""
+        assert await rollout(of, "quick")
+        assert world.closed == 1
+        await cancel(stuck)
+        assert world.closed == (1 if where == "make" else 2), "its own close has a thread as well"
+        world.gate.set()
+        await of.end()
+    assert (world.made, world.closed) == (2, 2)
+
+
+@pytest.mark.parametrize("where", ["make", "reset", "step"])
+async def test_a_late_one_fails_is_counted_and_its_place_is_taken(world: World, where: str) -> None:
+    of, world.holds_up = environments(world, timeout_s=0.05, most=1), where
+    before = lost_threads()
+    async with asyncio.timeout(60):
+        with pytest.raises(EnvironmentFailed, match=r"did not answer within 0\.05 s"):
+            await rollout(of, "late")
+        assert lost_threads() == before + 1
+        assert world.closed == (0 if where == "make" else 1)
+        world.gate.set()
+        await is_true(lambda: world.closed == 1 and lost_threads() == before)
+        await of.end()
+    assert world.made == 1
+
+
+async def test_one_whose_rollout_left_during_its_construction_is_closed_before_the_end(world: World) -> None:
+    of, world.holds_up = environments(world), "make"
+    async with asyncio.timeout(60):
+        left = asyncio.create_task(rollout(of, "left"))
+        await begun(world, left)
+        await cancel(left)
+        ending = asyncio.create_task(of.end())
+        await asyncio.sleep(0)
+        assert not ending.done()
+        world.gate.set()
+        await ending
+    assert (world.made, world.closed) == (1, 1)
