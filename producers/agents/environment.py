@@ -10,7 +10,8 @@
 - `close` is called at every ending: finish, failure, cancel, deadline, shutdown. A server that is killed calls nothing.
 - Methods may be coroutines; plain ones run in a thread, as the construction does. Each has
   `rollout_server.tool_timeout_s` from when it begins.
-- With `own_process = True` the class lives in a process of its own, which is killed at the end if it doesn't leave.
+- With `own_process = True` the class lives in a process of its own, in a process group of its own. At the end it closes
+  the environment and leaves; after a few seconds the group is killed, as is what it left behind.
   With the path of an interpreter, of the same Python version, the process is that one's: its packages go before ours.
 """
 
@@ -22,6 +23,7 @@ import inspect
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
@@ -238,6 +240,7 @@ class OwnProcess:
     def __init__(self, path: str, python: str | None = None) -> None:
         self._path, self._python = path, python
         self._process: asyncio.subprocess.Process | None = None
+        self._asked = 0  # requests
 
     async def reset(self, row: dict[str, Any]) -> Any:
         """Starts the process."""
@@ -258,58 +261,57 @@ class OwnProcess:
         return result
 
     async def close(self) -> None:
-        """The process may close what it has; then it is killed."""
+        """The process closes what it has once it has answered, and ends; whoever stops waiting has it killed."""
         process = self._process
-        if process is None:
+        if process is None or process.stdin is None:
             return
+        process.stdin.close()
         try:
-            with contextlib.suppress(EnvironmentFailed, TimeoutError):
-                async with asyncio.timeout(_CLOSE_S / 2):
-                    await self._ask("close")
+            await process.wait()
         finally:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # what it started is in its group
             await process.wait()
 
     async def _ask(self, method: str, *args: Any) -> Any:
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
             raise EnvironmentFailed("it has no process: reset comes first")
+        self._asked += 1
         try:
-            process.stdin.write(json.dumps([method, args]).encode() + b"\n")
+            process.stdin.write(json.dumps([self._asked, method, args]).encode() + b"\n")
             await process.stdin.drain()
-            line = await process.stdout.readline()
+            while line := await process.stdout.readline():
+                answer = json.loads(line)
+                if answer["to"] == self._asked:  # not to a request whose caller left
+                    break
         except (OSError, ValueError) as error:
             raise EnvironmentFailed(f"its process can't be reached in {method} ({error})") from error
         if not line:
             raise EnvironmentFailed(f"its process ended in {method}")
-        answer = json.loads(line)
         if "failed" in answer:
             raise EnvironmentFailed(f"{method} failed in its process ({answer['failed']})")
         return answer["result"]
 
 
 def serve(path: str) -> None:
-    """The child: answers until its pipe is closed. What the environment prints goes to stderr."""
+    """The child: answers until its pipe is closed, by a server that lives or not. What it prints goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     environment = load_object(path, KEY)()
     with asyncio.Runner() as runner:
         for line in sys.stdin:
-            method, args = json.loads(line)
+            number, method, args = json.loads(line)
             try:
-                function = getattr(environment, method, None)
-                result = None if function is None else runner.run(_called(function, *args))
-                said = json.dumps({"result": [result, args[1]] if method == "step" else result})
+                result = runner.run(_called(getattr(environment, method), *args))
+                said = json.dumps({"to": number, "result": [result, args[1]] if method == "step" else result})
             except Exception as error:
-                said = json.dumps({"failed": repr(error)[:2000]})
-            answers.write(said + "\n")
-            answers.flush()
-            if method == "close":
-                return
-        closing = getattr(environment, "close", None)
-        if closing is not None:  # the server was killed
-            runner.run(_called(closing))
+                said = json.dumps({"to": number, "failed": repr(error)[:2000]})
+            with contextlib.suppress(BrokenPipeError):  # nobody waits for it
+                answers.write(said + "\n")
+                answers.flush()
+        if (close := getattr(environment, "close", None)) is not None:
+            runner.run(_called(close))
 
 
 async def _called(function: Callable[..., Any], *args: Any) -> Any:

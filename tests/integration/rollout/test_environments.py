@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from sluice import Rollout, tool
+from sluice.pipeline.config.types import RolloutServerConfig
 from sluice.pipeline.errors import ConfigError
-from sluice.producers.agents.environment import load_environment
+from sluice.producers.agents.environment import Environments, environments, load_environment
 from tests.integration.rollout.conftest import Serve, a_request
 from tests.integration.rollout.peer import Says, ScriptedTrainer
 from tests.integration.rollout.worlds import closed
@@ -148,6 +150,38 @@ async def test_a_process_that_dies_ends_its_rollout_alone(ask: Asked, tmp_path: 
     answer, _ = await ask([Says("one")], "Apart", metadata=metadata, deadline_s=120.0)
     assert (answer["status"], answer["extra_fields"]["error_category"]) == ("ERROR", "tool_error")
     assert "its process ended in step" in answer["error_message"]
+
+
+async def test_a_process_that_was_left_during_a_step_closes_and_leaves_nothing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "alive")
+    alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    row = {"rollout_id": "r-1", "messages": [{"role": "user", "content": "x"}], "metadata": {"home": str(tmp_path)}}
+    settings = RolloutServerConfig(environment=f"{WORLDS}:Waiting")
+
+    async def played(of: Environments) -> None:
+        async with of.opened(Rollout("r-1")) as environment:
+            await environment.reset(row)
+            await environment.step({"role": "assistant", "content": "a"})
+
+    async with environments(settings) as of:
+        assert of is not None
+        playing = asyncio.create_task(played(of))
+        await until(lambda: (tmp_path / "begun").exists() or playing.done())
+        playing.cancel()
+        await asyncio.sleep(0)
+        (tmp_path / "go").touch()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+    assert (tmp_path / "closed").exists()
+
+    def is_dead() -> bool:
+        try:
+            return os.read(alive, 1) == b""
+        except BlockingIOError:
+            return False
+
+    await until(is_dead)
+    os.close(alive)
 
 
 async def test_the_example_is_played(ask: Asked) -> None:

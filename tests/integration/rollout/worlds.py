@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 closed: list[str] = []
@@ -52,3 +54,25 @@ class Apart(Counting):
     async def close(self) -> None:
         with open(self.path, "a") as file:  # noqa: ASYNC230
             file.write(f"closed {os.getpid()}\n")
+
+
+class Waiting:
+    """In a process of its own; a step lasts until there is a file `go`, and what it starts lasts for ever."""
+
+    own_process = True
+
+    def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        self.home = Path(row["metadata"]["home"])
+        with (self.home / "alive").open("w") as pipe:
+            subprocess.Popen(["sleep", "600"], stdout=pipe)
+        return row["messages"]
+
+    def step(self, action: dict[str, Any], state: dict[str, Any]) -> tuple[Any, float | None, bool]:
+        (self.home / "begun").touch()
+        while not (self.home / "go").exists():
+            time.sleep(0.02)
+        return "so", None, False
+
+    def close(self) -> None:
+        time.sleep(0.2)
+        (self.home / "closed").touch()
