@@ -20,15 +20,15 @@ from urllib.parse import quote
 
 import msgspec
 
-from sluice.pipeline.errors import MessageError
+from sluice.pipeline.errors import MessageError, SluiceError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.rollouts import RolloutHead
 from sluice.pipeline.wire.codec import read_json
-from sluice.producers.rollout_client.peer import GATEWAY_KEY, Answer, Peer, PeerSilent, Refused
+from sluice.producers.rollout_client.peer import GATEWAY_KEY, Answer, Peer, Refused
 
 _LEASE = "X-Osmosis-Rollout-Lease"
 _CANCEL_S = 5.0
-_AGAIN_S = 0.5  # before a rollout that the server lost is asked for again
+_AGAIN_S = 0.5  # before a rollout is asked for again
 _LEASE_EXPIRED = "lease_expired"
 _KNOWN = 409
 
@@ -71,17 +71,16 @@ async def answered(server: Peer, head: RolloutHead, gateway_url: str, *, again: 
         name = _prefix(head) + secrets.token_hex(4)
         try:
             result = await _result(server, name, _body(head, name, gateway_url), until)
-        except PeerSilent:
+        except SluiceError as error:
             await _cancel(server, {"ids": [name]})
-            raise
-        except Refused as error:
-            if error.status != _KNOWN:
+            if not (isinstance(error, Refused) and error.status == _KNOWN):
                 raise
-            await _cancel(server, {"ids": [name]})  # its answer to the first try was lost, and with it the lease
-            continue
-        if not result.lost:
-            return _answer(head, result)
-        get_logger().warning("the rollout server lost it; asking again", rollout_id=head.rollout_id)
+            why = "it knows the name"  # its answer to the first try was lost, and with it the lease
+        else:
+            if not result.lost:
+                return _answer(head, result)
+            why = "it lost the rollout"
+        get_logger().warning("the rollout server is asked again", rollout_id=head.rollout_id, why=why)
         await asyncio.sleep(_AGAIN_S)
 
 
@@ -134,7 +133,7 @@ def _prefix(head: RolloutHead) -> str:
 
 async def _cancel(server: Peer, which: dict[str, Any]) -> None:
     """As far as the server listens: a lease that nobody renews ends it as well."""
-    with contextlib.suppress(PeerSilent, Refused):
+    with contextlib.suppress(SluiceError):
         await server.call("POST", "/rollout/cancel", which, until=asyncio.get_running_loop().time() + _CANCEL_S)
 
 

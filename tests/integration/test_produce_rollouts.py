@@ -464,6 +464,26 @@ async def test_a_rollout_that_takes_too_long_is_cancelled(make_config: MakeConfi
     assert (await state()).dropped == 1
 
 
+@pytest.mark.parametrize("bad", [{"status": "fine"}, {"http": 400}, {"http": 410}, {"status": "success", "sample": 7}])
+async def test_a_rollout_with_a_bad_answer_is_cancelled(
+    make_config: MakeConfig, far: FarSide, state: Look, bad: Body
+) -> None:
+    far.script = script = Polled(bad)
+    await asyncio.wait_for(produce(await make_config(1, protocol="polling")), 60)
+    assert far.cancelled == [{"ids": script.names}]
+    assert (await state()).dropped == 1
+
+
+async def test_a_server_that_knows_every_name_is_left_some_peace(
+    make_config: MakeConfig, far: FarSide, state: Look
+) -> None:
+    far.script = lambda *_: web.Response(status=409)
+    await asyncio.wait_for(produce(await make_config(1, protocol="polling", timeout_s=2.0)), 60)
+    assert 1 <= len(far.posted) <= 5, "there are pauses"
+    assert len(far.cancelled) >= len(far.posted)
+    assert (await state()).dropped == 1
+
+
 @pytest.mark.parametrize("status", [401, 403, 404])
 async def test_a_wrong_key_or_address_ends_the_run_and_drops_nothing(
     make_config: MakeConfig, far: FarSide, state: Look, status: int
