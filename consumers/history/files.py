@@ -38,6 +38,19 @@ create table trained (
   num integer primary key, seq_id text not null unique, step integer not null, state text not null,
   trained blob not null);
 """
+_IS_NUMBERED = (
+    "select job_id is (select job_id from sequences where num = jobs.num) from jobs order by num desc limit 1"
+)
+_NUMBER = """
+begin immediate;
+create temp table firsts (job_id text primary key, num integer not null) without rowid;
+insert into firsts select job_id, min(num) from sequences group by job_id;
+delete from jobs where job_id not in (select job_id from firsts);
+update jobs set num = -(select num from firsts where firsts.job_id = jobs.job_id);
+update jobs set num = -num;
+drop table firsts;
+commit;
+"""
 
 
 def history_directory(config: Config) -> Path:
@@ -70,6 +83,9 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
             tables = _TRAINER_TABLES if path.name == TRAINER else _CONSUMER_TABLES
             db.executescript(f"begin immediate;{tables}pragma user_version={SCHEMA};commit;")
         db.execute("drop index if exists by_job_id")  # earlier releases created it
+        # They also numbered jobs from 1, so that the newest job has the number of another one's sequence.
+        if path.name != TRAINER and db.execute(_IS_NUMBERED).fetchone() == (0,):
+            db.executescript(_NUMBER)
     except BaseException:
         db.close()
         raise

@@ -120,6 +120,23 @@ def test_a_file_of_an_earlier_release_is_read_and_written_on(tmp_path: Path) -> 
     assert reader.totals()["handed_on"] == 5
 
 
+def test_jobs_of_an_earlier_release_are_pruned_with_their_sequences(tmp_path: Path) -> None:
+    """They were numbered by themselves."""
+    writer = store(tmp_path)
+    writer.record([job(name, size=2) for name in "abcd"])
+    writer._db.executemany(
+        "update jobs set num = ? where job_id = ?", [(at + 1, name) for at, name in enumerate("abcd")]
+    )
+    writer.close()
+    for _ in range(2):
+        store(tmp_path).close()
+    writer = store(tmp_path, max_sequences=8)
+    for name, kept in (("e", "edcb"), ("f", "fedc")):
+        writer.record([job(name, size=2)])
+        assert "".join(jobs_of(tmp_path)) == kept
+        assert [each.job_id for each in HistoryReader(tmp_path).sequences(ALL).rows[::2]] == list(kept)
+
+
 def test_the_file_does_not_outgrow_its_limit(tmp_path: Path) -> None:
     writer, rng = store(tmp_path, max_mb=1), random.Random(7)
 
