@@ -9,9 +9,10 @@ everything else goes to stderr. NaN is printed as null: JSON has none.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from io import StringIO
+from io import StringIO, TextIOWrapper
 from typing import IO
 
 import msgspec
@@ -34,6 +35,16 @@ def escaped(text: str) -> str:
 def escaped_json(text: str) -> str:
     """The same for JSON; the result is equivalent JSON."""
     return text.translate(_IN_JSON)
+
+
+def make_writable() -> None:
+    """Let a command print whatever its streams are: characters that an encoding lacks as escapes, nowhere if closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # `sluice … >&-`
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, until the process ends
+        elif isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: object = "", *, end: str = "\n", file: IO[str] | None = None, flush: bool = False) -> None:

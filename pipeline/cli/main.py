@@ -33,7 +33,7 @@ from sluice.pipeline.errors import (
     first_cause,
 )
 from sluice.pipeline.roles import ROLES
-from sluice.pipeline.terminal import columns, say
+from sluice.pipeline.terminal import columns, make_writable, say
 
 if TYPE_CHECKING:
     from cyclopts.help import HelpEntry, HelpPanel
@@ -329,6 +329,7 @@ def build(only: str = "") -> App:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; errors of ours become one line on stderr and their exit code."""
+    make_writable()
     try:
         words = list(sys.argv[1:] if argv is None else argv)
         result = build(words[0] if words else "")(

@@ -85,6 +85,16 @@ def test_a_path_in_an_option_is_no_yaml(name: str) -> None:
     assert (found.model.path, found.data.path) == (name, name)
 
 
+@pytest.mark.parametrize("words", [["help", "docs", "tour"], ["--version"], ["config", "show"]])
+@pytest.mark.parametrize("streams", ["", ">&-", "2>&-", ">&- 2>&-"])
+def test_a_narrow_encoding_or_a_closed_stream_is_no_error(words: list[str], streams: str, tmp_path: Path) -> None:
+    command = f'exec "$@" {streams}'
+    sluice = [sys.executable, "-P", "-m", "sluice.pipeline.cli.main", *words]
+    environ = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}
+    ended = subprocess.run(["sh", "-c", command, "sh", *sluice], capture_output=True, cwd=tmp_path, env=environ)
+    assert (ended.returncode, ended.stderr, ended.stdout != b"") == (0, b"", ">&-" not in streams.split())
+
+
 def test_ctrl_c_is_130(tmp_path: Path) -> None:
     """While it reads a configuration from a pipe whose other end writes nothing."""
     pipe = tmp_path / "config.yaml"
