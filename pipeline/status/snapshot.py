@@ -174,6 +174,8 @@ class Snapshot(msgspec.Struct, kw_only=True):
     dead: int = 0
     dropped: int = 0
     evaluated: int = 0  # sequences of held-out prompts; not in enqueued
+    answered: int = 0  # went to a caller, not to the trainer; no longer in enqueued
+    withdrawn: int = 0  # dropped by the trainer; no longer in accepted
     tokens: int = 0
     redelivered_jobs: int = 0
     queued_jobs: int = 0
@@ -281,6 +283,7 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
         "dead",
         "dropped",
         "evaluated",
+        "withdrawn",
         "tokens",
         "replayed",
     )
@@ -291,6 +294,7 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
         state=(state or b"new").decode(errors="replace"),
         at=at,
         **counted,
+        answered=number.get("called", 0) + number.get("replied", 0),
         redelivered_jobs=number.get("redelivered", 0),
         queued_jobs=jobs,
         evaluating_jobs=number.get("evaluating", 0),

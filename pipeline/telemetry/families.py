@@ -158,7 +158,11 @@ _ROLLOUT_SERVER = [
 _RUN = [
     _run("info", "1; the run's name and state", "run", "state"),
     _run("looked_at_seconds", "when these numbers were read, Unix time of the broker"),
-    _run("sequences_total", "sequences that reached a state; each counts in every state it passed", "state"),
+    _run(
+        "sequences_total",
+        "sequences that reached a state; each counts in all it passed; answered: to a caller or an agent",
+        "state",
+    ),
     _run("expected_sequences", "sequences in the source, once known"),
     _run("tokens_total", "tokens sampled, of committed sequences"),
     _run("redelivered_jobs_total", "jobs handed to another worker"),
@@ -192,7 +196,9 @@ _RUN = [
 FAMILIES: dict[str, Family] = {f.name: f for f in (*_PROCESS, *_GATEWAY, *_ROLLOUT_SERVER, *_RUN)}
 """Every metric by its name."""
 
-SEQUENCE_STATES = ("enqueued", "committed", "accepted", "trained", "dead", "dropped", "evaluated", "replayed")
+SEQUENCE_STATES = (
+    "enqueued", "committed", "answered", "accepted", "trained", "dead", "dropped", "evaluated", "replayed",
+)  # fmt: skip
 JOB_STATES = ("ready", "running", "deferred", "alone")
 PROCESS_STATES = ("alive", "failed", "dead")
 
@@ -262,7 +268,10 @@ def run_page(now: Snapshot) -> bytes:
 def run_metrics(now: Snapshot) -> Iterator[Metric]:
     """Every family of the run."""
     yield read("sluice_run_info", [((now.run, now.state), 1.0)])
-    yield read("sluice_run_sequences_total", [((state,), float(getattr(now, state))) for state in SEQUENCE_STATES])
+    # A counter that falls looks like one that began anew at 0: what has left a state counts there as before.
+    left = {"enqueued": now.answered, "accepted": now.withdrawn}
+    reached = {state: getattr(now, state) + left.get(state, 0) for state in SEQUENCE_STATES}
+    yield read("sluice_run_sequences_total", [((state,), float(count)) for state, count in reached.items()])
     for name, value in _single(now).items():
         yield read(f"sluice_run_{name}", [] if value is None else [((), float(value))])
     yield from _queue(now)

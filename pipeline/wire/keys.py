@@ -99,8 +99,8 @@ class Keys:
         self.aborts = f"{self.prefix}aborts"  # zset, on a cluster: in place of ARQ_ABORT
         self.progress = f"{self.prefix}progress:"  # + job id + : + index → pieces of a running sequence
         # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, evaluated, dead:<reason>, …; also
-        # bytes (in flight), tokens, called, replied, evaluating (jobs in the queue), redelivered, replays, places
-        # (numbers given out), last:<stream>
+        # bytes (in flight), tokens, called, replied, withdrawn, evaluating (jobs in the queue), redelivered, replays,
+        # places (numbers given out), last:<stream>
         self.counts = f"{self.prefix}counts"
         self.results = f"{self.prefix}results:"  # + partition → stream
         self.batches = f"{self.prefix}batches"  # stream

@@ -22,5 +22,8 @@ end
 redis.call('HINCRBY', KEYS[2], 'trained', trained)
 redis.call('HINCRBY', KEYS[2], 'bytes', bytes)
 redis.call('HSET', KEYS[2], 'stepped', ARGV[3], 'stepped_bytes', ARGV[4])
-if lost > 0 then redis.call('HINCRBY', KEYS[2], 'accepted', 0 - lost) end
+if lost > 0 then
+  redis.call('HINCRBY', KEYS[2], 'accepted', 0 - lost)
+  redis.call('HINCRBY', KEYS[2], 'withdrawn', lost)
+end
 return trained

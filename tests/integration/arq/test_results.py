@@ -12,7 +12,9 @@ from arq.worker import func
 from redis.asyncio import Redis
 
 from sluice.pipeline.queue import JobFailed
+from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import ARQ_RESULT, Keys
+from tests.counters import reached
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, counts, letters, tally
 
@@ -188,3 +190,5 @@ async def test_nothing_is_left_but_results(
     assert left - {keys.wake, f"{keys.sweep}:turn"} == {*(ARQ_RESULT + job_id for job_id in ids), keys.counts}
     books = await counts(client, keys)
     assert (books.get("enqueued", 0), books["called"], books["bytes"]) == (0, 3, 0)
+    now = await snapshot(client, keys)
+    assert (now.enqueued, reached(now, "enqueued"), reached(now, "answered")) == (0, 3, 3), "a counter never falls"

@@ -14,6 +14,7 @@ from sluice.pipeline.errors import (
 )
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, ImageRef, TrainingBatch, decode, encode
+from tests.counters import reached
 from tests.trainers import random_sample
 from tests.training_loops import MakeRun, ids, look, trained
 
@@ -82,6 +83,7 @@ def test_a_loop_that_drops_whole_batches_goes_on(make_run: MakeRun) -> None:
             rollouts.done()
     now = look(config)
     assert (now.trained, now.dropped, now.complete) == (0, 6, True)
+    assert (now.accepted, reached(now, "accepted")) == (0, 6), "a counter never falls"
 
 
 def test_a_sample_that_is_dropped_at_once_does_not_hold_up_its_neighbour(
