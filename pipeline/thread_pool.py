@@ -2,7 +2,8 @@
 
 - A thread cannot be ended. Work that outlives its deadline keeps its thread; a new one takes its place, and the lost
   one ends with its work. At `max_lost` of them nothing more is taken.
-- A caller that leaves changes nothing: until its deadline the work has its place.
+- A caller that leaves changes nothing: until its deadline the work has its place. What has to be closed, and must not
+  be dropped, goes to `unwanted`.
 - Whatever the work raises is its caller's alone. A Rust panic is no Exception, and would pass by every caller.
 - The threads are daemons: what hangs does not keep the process.
 - Coroutines run on one event loop in a thread (`CoroutineThread`), so that clients they share stay usable. If one of

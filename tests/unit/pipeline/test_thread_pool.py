@@ -57,6 +57,31 @@ async def test_what_waits_behind_the_last_thread_is_told_that_it_is_lost() -> No
     pool.close()
 
 
+@pytest.mark.parametrize("timeout_s", [0.02, 60.0])
+async def test_what_nobody_waits_for_any_more_is_handed_over(timeout_s: float) -> None:
+    """Its caller ran out of time, or left."""
+    pool, begun, gate = ThreadPool("make", 1), threading.Event(), threading.Event()
+    found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def make() -> int:
+        begun.set()
+        gate.wait()
+        return 7
+
+    making = asyncio.create_task(pool.run(make, timeout_s=timeout_s, what="it", unwanted=found.set_result))
+    async with asyncio.timeout(60):
+        while not begun.is_set():  # noqa: ASYNC110 - a thread sets it
+            await asyncio.sleep(0.01)
+        if timeout_s > 1:
+            making.cancel()
+        with contextlib.suppress(asyncio.CancelledError, DeadlineExceeded):
+            await making
+        gate.set()
+        assert await found == 7
+        assert await pool.run(lambda: 8, timeout_s=60, what="it", unwanted=found.set_result) == 8
+    pool.close()
+
+
 async def test_what_hangs_is_counted_bounded_and_replaced() -> None:
     pool, gate = ThreadPool("render", 1, max_lost=2), threading.Event()
     for number in (1, 2):
