@@ -80,8 +80,9 @@ class ThreadPool:
         """`run` for a function in the caller's context; a coroutine function is awaited in the caller's event loop."""
         if not inspect.iscoroutinefunction(function):
             return await self.run(partial(copy_context().run, function, *args), timeout_s=timeout_s, what=what)
+        deadline = asyncio.timeout(None if timeout_s == inf else timeout_s)
         try:
-            async with asyncio.timeout(None if timeout_s == inf else timeout_s) as deadline:
+            async with deadline:
                 return await function(*args)
         except TimeoutError as error:
             if not deadline.expired():

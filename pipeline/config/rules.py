@@ -199,7 +199,8 @@ def _numbers(config: Config) -> Iterator[tuple[bool, str]]:
     for words, (holds, keys) in _RANGES.items():
         for key in keys:
             found: Any = attrgetter(key)(config)
-            for value in found if isinstance(found, tuple) else [] if found is None else [found]:
+            values = cast("tuple[float, ...]", found) if isinstance(found, tuple) else () if found is None else (found,)
+            for value in values:
                 yield holds(value), f"{key} must be {words}, got {value}"
                 yield value != inf or key in _UNBOUNDED, f"{key} must be a finite number, got {value}"
     needed = "sampling.logprobs must be true: training needs them; a gateway's call outside a rollout goes without"
