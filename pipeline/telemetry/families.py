@@ -88,7 +88,7 @@ _PROCESS = [
     _role("role_info", "1; the role of this process, and its version of Sluice", labels=("role", "version")),
     _role(
         "lost_threads",
-        "threads of renderings, of grammars, and of calls of tools and environments, that outlived their deadline",
+        "threads of renderings, grammars, tools and environments that outlived their deadline",
     ),
     _role("waiting_seconds", "how long it has been waiting for what its heartbeat names; 0 while it works"),
     _role("process_cpu_seconds_total", "processor time, user and system", kind="counter", labels=()),

@@ -553,7 +553,7 @@ def test_a_connection_that_is_silent_is_left_for_another(site: Site, monkeypatch
     try:
         use(monkeypatch, relay.address)
         relay.silent = 1
-        assert_same(site.carrier("worker", quiet_s=8).fetch(manifest), site.home / "model-0")
+        assert_same(site.carrier("worker", quiet_s=20).fetch(manifest), site.home / "model-0")
         assert relay.silent == 0
     finally:
         relay.close()

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
+from sluice.pipeline.errors import ResultsChanged
 from sluice.pipeline.queue.replies import Replies
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import SequenceResult
@@ -66,7 +67,7 @@ async def test_a_stream_goes_on_for_another_process(asked: Asked, replies: Repli
     assert (tokens, len(ends)) == ([9], 1)
 
 
-async def test_an_attempt_that_decodes_other_tokens_ends_the_deltas_and_the_result_counts(
+async def test_an_attempt_that_decodes_other_tokens_is_an_error_in_a_stream_and_the_result_counts(
     asked: Asked, replies: Replies
 ) -> None:
     job = asked.job("a", replies, stream_every=1)
@@ -77,7 +78,8 @@ async def test_an_attempt_that_decodes_other_tokens_ends_the_deltas_and_the_resu
         assert (await events(expected, lambda tokens: len(tokens) >= 2))[0] == [1, 2]
         await asked.store(claim, 0, 1, 3, 4)
         await asked.commit(claim)
-        tokens, [end] = await events(expected, at=2)
-    assert tokens == []
+        with pytest.raises(ResultsChanged, match="decoded anew"):
+            await events(expected, at=2)
+        [end] = await expected.ended()
     assert isinstance(end, SequenceResult)
     assert list(end.token_ids) == [7, 8, 9]
