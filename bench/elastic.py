@@ -32,6 +32,7 @@ from sluice.bench.harness import HOME, BenchPlan, aim, beside, median_of, play, 
 from sluice.bench.models import endless_model
 from sluice.bench.pipeline import Arrival, Sink
 from sluice.bench.processes import START_S, Fleet, engine_environment, run_settings
+from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.queue.live_jobs import JobEvent, parse_log
 from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult
 from sluice.pipeline.wire.tokens import TokenArray
@@ -59,6 +60,13 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
     vllm: bool = True
 
     QUICK = {"workers": 1, "rounds": 1, "window_s": 24.0, "life_s": 12.0, "max_batch": 4, "starts": 1, "vllm": False}
+
+    def __post_init__(self) -> None:
+        if not self.replacements:
+            raise ConfigError(
+                f"no worker would be replaced: --window-s {self.window_s:g} with --workers {self.workers} is less than "
+                f"--life-s {self.life_s:g}"
+            )
 
     @property
     def engines(self) -> tuple[str, ...]:

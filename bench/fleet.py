@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from sluice.bench.broker import AMPLE, Broker, chunks, own_broker
@@ -45,6 +46,7 @@ _GROUPS = (1, 2, 4)  # sequences of its jobs
 _LOOK_S, _AHEAD = 0.25, 8192  # tokens in the queue of a run that always has jobs, for each worker
 _LEAST_TOKENS, _LONGEST = 1000, 4  # of each run in the mean: jobs are up to 256; and times `seconds` for them
 _PROMPT = "What is 2 + 2?"
+_MIXED = 512  # jobs, before they come again
 _AIM, _COST = 0.95, 0.9
 
 
@@ -92,6 +94,16 @@ class Demand:
             await broker.queue(self.name).enqueue(chunk, AMPLE)
 
 
+def _mixed(draw: random.Random, shapes: Sequence[Shape], demands: Sequence[Demand]) -> list[Shape]:
+    """Jobs of one run that are the same work, token by token, as those of all runs that get their fair shares."""
+    weights = {demand.name: demand.weight for demand in demands}
+    fair = sum(weights.values())
+    asked = {demand.name: demand.share * demand.weight for demand in demands}
+    tokens = entitled(asked, weights, fair)
+    often = [tokens[demand.name] / (shape.length * shape.group) for demand, shape in zip(demands, shapes, strict=True)]
+    return draw.choices(shapes, often, k=_MIXED)
+
+
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """`jain`: of the shares that the runs got, of each round; `lowest`, `highest`: of what a run should have got."""
     model = await asyncio.to_thread(demo_model, HOME)
@@ -108,7 +120,7 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
                 for at, shape in enumerate(shapes)
             ]
             if side == "one":
-                demands = [Demand("one", 1.0, math.inf, shapes)]
+                demands = [Demand("one", 1.0, math.inf, _mixed(draw, shapes, demands))]
             async with _workers(plan, place, model, broker, demands) as fleet:
                 got, asked, seconds = await _flow(plan, broker, demands, fleet)
         if side == "all":
@@ -117,7 +129,7 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
 
     rates = await play(plan.rounds, ("all", "one"), one, show=lambda rate: f"{rate:.0f} tokens/s")
     index = min(each["jain"] for each in found)
-    share = sorted(ratios(rates, "all", "one", float))[plan.rounds // 2]
+    share = median(ratios(rates, "all", "one", float))
     return {
         "jain": [each["jain"] for each in found],
         "jain_aim": aim(">=", _AIM, index),

@@ -273,8 +273,9 @@ def agent_model(home: Path, *, large: bool = False) -> Path:
 
 
 def prompt_text(number: int, num_words: int) -> str:
-    """A user message; the same number gives the same text, one token per word."""
-    return "".join(_word("q", (number * 31 + place * 7) % _AGAIN) for place in range(num_words))
+    """A user message; the same number gives the same text, one token per word; others differ from its second on."""
+    step = 7 + 2 * (number // _AGAIN)
+    return "".join(_word("q", (number * 31 + place * step) % _AGAIN) for place in range(num_words))
 
 
 def conversation(text: str, num_turns: int) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Literal
 
 import msgspec
@@ -152,8 +152,12 @@ class Measured(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, rounds: Sequence[float], floor: float) -> Measured:
-        """`floor`: the least spread, as a share of the value."""
+        """`floor`: the least spread, as a share of the value; 0 for what may not differ at all, in no round: where it
+        does, its mean is told apart from any clean value.
+        """
         middle = median(rounds)
+        if not floor:
+            return cls(middle if len(set(rounds)) == 1 else fmean(rounds), 0.0)
         return cls(middle, max(floor * abs(middle), max(abs(one - middle) for one in rounds)))
 
     def meets(self, other: Measured) -> bool:
@@ -292,6 +296,7 @@ def measure(only: Sequence[str], rounds: int, compare: Path | None, *, any_machi
     if base is not None:
         changes = moved(base, sizes, benches)
         other = [name for name in {*base.benches, *benches} if base.sizes.get(name) != sizes.get(name)]
+        other += [name for name in benches if name not in base.benches and name not in other]  # it had failed there
         found |= {"moved": msgspec.to_builtins(changes), "not_compared": sorted(other)}
         for change in changes:
             say(change.line())

@@ -321,7 +321,8 @@ async def rollouts(
     async def one(side: str, number: int) -> float:
         count = _WARM_ROLLOUTS if number < 0 else plan.rollouts
         name = secrets.token_hex(4)
-        texts = [prompt_text(at, plan.prompt_words) for at in range(count)]
+        first = plan.rollouts * (number + 1)  # new ones: workers keep prefixes by their tokens, and from round to round
+        texts = [prompt_text(first + at, plan.prompt_words) for at in range(count)]
         prompts = [[shown.prompt(conversation(text, turn)) for turn in range(NUM_TURNS)] for text in texts]
 
         async def through_servers(at: int) -> float:

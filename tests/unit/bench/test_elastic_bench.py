@@ -9,6 +9,7 @@ import pytest
 
 from sluice.bench.elastic import Member, Plan, redone
 from sluice.bench.processes import Fleet
+from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.queue.live_jobs import JobEvent
 from sluice.pipeline.wire.messages import SequenceResult
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
@@ -76,3 +77,8 @@ def test_small_with_one_worker_that_is_replaced_twice(tmp_path: Path) -> None:
         assert list(parts) == ["command", "connect", "import", "load", "prompts", "weights", "claim", "first_token"]
         assert 0 < parts["import"] < total
     assert left_behind(tmp_path) == ["engine"]
+
+
+def test_a_window_without_a_replacement_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--window-s 120 with --workers 2 is less than --life-s 300"):
+        Plan(life_s=300.0)

@@ -84,6 +84,13 @@ def test_the_spread_is_the_farthest_round_or_the_floor() -> None:
     assert Measured.of([2.0], 0.0) == Measured(2.0, 0.0)
 
 
+@pytest.mark.parametrize("rounds", [[0.0, 0.0, 5.0], [5.0, 0.0, 0.0], [0.0, 5.0, 5.0], [0.0, 5.0, 9.0]])
+def test_what_must_not_change_may_not_differ_in_one_round(rounds: list[float]) -> None:
+    clean = Measured.of([0.0, 0.0, 0.0], 0.0)
+    assert clean.meets(Measured.of([0.0], 0.0))
+    assert not clean.meets(Measured.of(rounds, 0.0))
+
+
 def test_a_figure_must_be_in_every_round() -> None:
     rounds = [{"efficiency": 0.9, "cpu_efficiency": 0.9}, {"efficiency": 0.8, "cpu_efficiency": None}]
     benches, absent = summary({"pipeline": rounds})
