@@ -33,6 +33,7 @@ from transformers import TrainerCallback
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training.handoff import Batch, Rollouts
 from sluice.consumers.training.model import read_model
+from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, ModelError, TaskError
 from sluice.pipeline.logs import get_logger
 
@@ -49,6 +50,7 @@ class _Row(msgspec.Struct, frozen=True):
     prompt_len: int
     response_mask: list[int]  # of all tokens, as the next one
     logprobs: list[float]
+    temperature: float  # of these
     version: int  # the oldest that sampled one of its tokens
     reward: float  # NaN: none
     advantage: float  # NaN: none
@@ -73,6 +75,7 @@ def _row_of(batch: Batch, at: int) -> _Row:
         prompt_len=int(batch["prompt_lens"][at]),
         response_mask=batch["response_mask"][at, :length].tolist(),
         logprobs=batch["logprobs"][at, :length].tolist(),
+        temperature=float(batch["temperatures"][at]),
         version=int(versions[versions >= 0].min()) if (versions >= 0).any() else -1,
         reward=float(batch["rewards"][at]),
         advantage=float(batch["advantages"][at]),
@@ -135,16 +138,20 @@ def _other_weights(rollouts: Rollouts) -> ModelError:
     )
 
 
-def _check(args: Any, rollouts: Rollouts, wrong: Mapping[str, bool]) -> None:
-    """Raises ConfigError with the texts that hold, and those that both trainers share."""
-    ours = rollouts.config.sampling.temperature
-    both = {
-        f"{args.world_size} processes: TRL's trainers take a run's rollouts in one process only": args.world_size > 1,
-        f"temperature={args.temperature}, and sampling.temperature {ours}: set one to the other": args.temperature
-        != ours,
-    }
-    if found := [text for text, holds in {**both, **wrong}.items() if holds]:
+def _check(args: Any, wrong: Mapping[str, bool]) -> None:
+    """Raises ConfigError with the texts that hold, and the one that both trainers share."""
+    several = f"{args.world_size} processes: TRL's trainers take a run's rollouts in one process only"
+    if found := [text for text, holds in {several: args.world_size > 1, **wrong}.items() if holds]:
         raise ConfigError("; ".join(found))
+
+
+def _logprobs_temperature(config: Config) -> float:
+    """Of the run's logprobs, unless a caller samples at another temperature than the run."""
+    return 1.0 if config.worker.logprobs_mode == "raw" else config.sampling.temperature or 1.0
+
+
+def _is_at(row: _Row, temperature: float) -> bool:
+    return math.isclose(row.temperature, temperature, rel_tol=1e-6)  # a batch has it in float32
 
 
 class _Buffer(Queue[Any]):
@@ -167,8 +174,9 @@ class AsyncGRPORollouts(TrainerCallback):
 
     The run needs `policy.enabled` (advantages come with the samples) and a `producer.max_staleness` of at least 1: TRL
     fetches a batch ahead. `args` need `token_budget=0` (batches of a fixed number of samples), `weight_sync_steps=1`
-    and the run's temperature; ConfigError at the start of the training says what doesn't fit. The training ends with
-    the run, or after `max_steps`.
+    and the `temperature` of the run's logprobs, since TRL compares its own at that one with them: 1 for raw ones
+    (`worker.logprobs_mode`), whatever `sampling.temperature` is. ConfigError at the start of the training says what
+    doesn't fit. The training ends with the run, or after `max_steps`.
 
     A sample's `model_version` is that of its oldest token. One beyond TRL's `max_staleness` is dropped as `stale`, and
     counted in the run. `ratio`, `kl` and the clipping are TRL's own, between these logprobs and its model.
@@ -191,6 +199,7 @@ class AsyncGRPORollouts(TrainerCallback):
         self._number = 1
         self._micro = self._step = 0  # samples of one
         self._max_staleness = 0
+        self._temperature = _logprobs_temperature(rollouts.config)
         self._trained = 0  # of `_taken`, in a step that isn't published
         self._cold = True
         self._ended = False
@@ -204,7 +213,10 @@ class AsyncGRPORollouts(TrainerCallback):
         producer = self._rollouts.config.producer
         size, budget = producer.samples_per_version, args.token_budget
         needed = size * math.ceil((self._step + self._micro) / size)
+        mode, at = self._rollouts.config.worker.logprobs_mode, self._temperature
         wrong = {
+            f"temperature={args.temperature}, and the run's logprobs, with which TRL compares its own, are at {at} "
+            f"(worker.logprobs_mode {mode}): set temperature={at}": args.temperature != at,
             f"token_budget={budget}: set token_budget=0, so that a step is a fixed number of samples": budget is None
             or budget > 0,
             f"weight_sync_steps={args.weight_sync_steps}: set weight_sync_steps=1; a version finishes a step's "
@@ -213,7 +225,7 @@ class AsyncGRPORollouts(TrainerCallback):
             f"{needed} (a step's {self._step}, and {self._micro} ahead); raise it": needed
             > size * (producer.max_staleness + 1),
         }
-        _check(args, self._rollouts, wrong)
+        _check(args, wrong)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Before TRL sends the weights: its own callbacks come after those that it was given."""
@@ -299,6 +311,12 @@ class AsyncGRPORollouts(TrainerCallback):
     def _sample(self, row: _Row) -> RolloutSample:
         if math.isnan(row.advantage):
             raise TaskError(f"{row.seq_id} has no advantage; GRPO trains on these")
+        if not _is_at(row, self._temperature):
+            raise TaskError(
+                f"{row.seq_id}: its logprobs are at temperature {row.temperature:g}, and TRL compares its own at "
+                f"{self._temperature:g} with them; sample the whole run at sampling.temperature, or train with `sluice "
+                "train`"
+            )
         metrics = {} if math.isnan(row.reward) else {"reward": row.reward}
         group = self._groups.setdefault(row.group_id, len(self._groups))
         return self._made(row, row.response_mask, row.advantage, group, self._number_of(row.version), metrics)
@@ -309,7 +327,7 @@ class AsyncGRPORollouts(TrainerCallback):
         alone = at == self._micro - 1 and not any(list(self._taken)[len(self._taken) - at :])
         self._taken.append("")
         tokens = [*self._codec.eos_token_ids[:1]] or [0]
-        row = _Row("", "", tokens * 2, 1, [0, int(alone)], [0.0, 0.0], -1, math.nan, 0.0)
+        row = _Row("", "", tokens * 2, 1, [0, int(alone)], [0.0, 0.0], 1.0, -1, math.nan, 0.0)
         return self._made(row, row.response_mask, 0.0, -1, self._number, {})
 
     def _made(
@@ -344,6 +362,9 @@ class GRPORollouts(TrainerCallback):
     batch, TRL trains on it, the new version is published, the next batch is sampled. `producer.samples_per_version` is
     TRL's generation batch, `producer.group_size` its `num_generations`. A group that lost a member isn't trained
     (dropped as `short_group`): TRL compares groups of one size. Adapters (peft) aren't published by this one.
+
+    `temperature` is the run's `sampling.temperature`. TRL reads the run's logprobs for `off_policy_mask_threshold` only,
+    and gets none of a batch that has them at another temperature.
     """
 
     def __init__(self, rollouts: Rollouts) -> None:
@@ -364,7 +385,7 @@ class GRPORollouts(TrainerCallback):
         """The run's own rewards, a reward function of TRL."""
         return [None if math.isnan(each) else each for each in run_reward]
 
-    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any] | None]:
         """The next batch of the run, whatever the prompts are."""
         if not trainer.model.training:
             raise ConfigError("evaluation: rollouts of a run are for training; evaluate with `sluice evaluate`")
@@ -375,10 +396,11 @@ class GRPORollouts(TrainerCallback):
             raise TaskError("the run has no rollouts left")
         rows = self._in_groups(rows, len(prompts), trainer.num_generations)
         self._held = [row.seq_id for row in rows if row.seq_id]
+        comparable = all(_is_at(row, trainer.args.temperature) for row in rows)
         return {
             "prompt_ids": [row.token_ids[: row.prompt_len] for row in rows],
             "completion_ids": [row.token_ids[row.prompt_len :] for row in rows],
-            "logprobs": [row.logprobs[row.prompt_len :] for row in rows],
+            "logprobs": [row.logprobs[row.prompt_len :] for row in rows] if comparable else None,
             "env_mask": [row.response_mask[row.prompt_len :] for row in rows],
             "run_reward": [row.reward for row in rows],
         }
@@ -386,7 +408,10 @@ class GRPORollouts(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         producer, batch = self._rollouts.config.producer, args.generation_batch_size
         uses, peft = args.steps_per_generation * args.num_iterations, hasattr(model, "peft_config")
+        ours = self._rollouts.config.sampling.temperature
         wrong = {
+            f"temperature={args.temperature}, and sampling.temperature {ours}: set one to the other": args.temperature
+            != ours,
             f"generation_batch_size {batch} in groups of num_generations {args.num_generations}, and the run's batches "
             f"are {producer.samples_per_version} in groups of {producer.group_size} (producer.samples_per_version, "
             "producer.group_size): set them to the same": (batch, args.num_generations)
@@ -397,7 +422,7 @@ class GRPORollouts(TrainerCallback):
             != 0,
             "an adapter (peft) isn't published by rollout_func: use AsyncGRPOTrainer, or train the whole model": peft,
         }
-        _check(args, self._rollouts, wrong)
+        _check(args, wrong)
         if not self._published.same(_named(model)):
             raise _other_weights(self._rollouts)
 

@@ -62,13 +62,14 @@ class GatewayClient(LLMServerClient):
 
     `config`: all of verl's; of it `actor_rollout_ref.rollout` with its lengths is read. `gateway`: the URL,
     with `/rollouts/{id}` where the calls should be the turns of a rollout of the run. A key comes from the environment,
-    SLUICE_GATEWAY_API_KEY. What may succeed later (no connection, 5xx, 408, 429) is retried within `timeout_s`.
+    SLUICE_GATEWAY_API_KEY. `processed`: whether the run's `worker.logprobs_mode` is. Raw logprobs are at temperature 1,
+    and verl takes an answer's for those at its own temperature: at any other it gets none. What may succeed later (no connection, 5xx, 408, 429) is retried within `timeout_s`.
     """
 
-    def __init__(self, config: Any, gateway: str, *, timeout_s: float = 900.0) -> None:
+    def __init__(self, config: Any, gateway: str, *, processed: bool = False, timeout_s: float = 900.0) -> None:
         super().__init__(config)
         self._url = f"{gateway.rstrip('/')}/inference/v1/generate"
-        self._timeout_s = timeout_s
+        self._processed, self._timeout_s = processed, timeout_s
         key = os.environ.get(KEY)
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
@@ -88,10 +89,12 @@ class GatewayClient(LLMServerClient):
             raise RequestError(f"{request_id}: the gateway takes images in messages, not beside tokens")
         body = {"token_ids": list(map(int, prompt_ids)), "sampling_params": self._sampling(prompt_ids, sampling_params)}
         [choice] = msgspec.json.decode(await self._ask(request_id, body), type=_Answer).choices
+        comparable = self._processed or sampling_params.get("temperature") in (0, 1)  # greedy tokens are scored at 1
+        given = choice.logprobs if comparable else None
         steps = [int(span.version) for span in choice.weight_versions]
         return TokenOutput(
             token_ids=choice.token_ids,
-            log_probs=None if choice.logprobs is None else [one.logprob for one in choice.logprobs.content],
+            log_probs=None if given is None else [one.logprob for one in given.content],
             stop_reason="aborted" if choice.finish_reason == "abort" else "completed",
             num_preempted=0,
             extra_fields={

@@ -70,3 +70,6 @@ async def test_loops_of_verl(
         assert (said["extra"]["min_global_steps"], said["extra"]["max_global_steps"]) == (0, 0)
     singles: list[Any] = [each for each in found if each["kind"] == "single"]
     assert all(set(each["mask"]) == {1} for each in singles)
+    assert all(each["logprobs"] for each in singles)
+    cool: list[Any] = [each for each in found if each["kind"] == "cool"]
+    assert [each["logprobs"] for each in cool] == [None] * len(CALLING), "raw ones are at temperature 1"

@@ -53,15 +53,16 @@ async def play(model: str, gateway: str, prompts: list[str]) -> list[dict[str, A
         "data_config": DictConfigWrap(OmegaConf.create({})),
         "hf_model_type": "qwen3",
     }
-    sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+    sampling = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
     found: list[dict[str, Any]] = []
     for prompt in prompts:
         asked = [{"role": "user", "content": prompt}]
-        for kind, loop in (
-            ("tools", ToolAgentLoop(**about, tools=ToolListWrap(tools))),
-            ("single", SingleTurnAgentLoop(**about)),
+        for kind, loop, temperature in (
+            ("tools", ToolAgentLoop(**about, tools=ToolListWrap(tools)), 0.0),
+            ("single", SingleTurnAgentLoop(**about), 0.0),
+            ("cool", SingleTurnAgentLoop(**about), 0.7),
         ):
-            out = await loop.run(dict(sampling), raw_prompt=asked)
+            out = await loop.run({**sampling, "temperature": temperature}, raw_prompt=asked)
             found.append(
                 {
                     "kind": kind, "prompt_ids": out.prompt_ids, "response_ids": out.response_ids,

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from sluice.consumers.adapters.trl import AsyncGRPORollouts, GRPORollouts
 from sluice.consumers.training.handoff import Rollouts
-from sluice.pipeline.config.types import Config, PolicyConfig
-from sluice.pipeline.errors import ConfigError, ModelError
+from sluice.pipeline.config.types import Config, PolicyConfig, WorkerConfig
+from sluice.pipeline.errors import ConfigError, ModelError, TaskError
 from sluice.pipeline.wire.keys import Keys
-from sluice.pipeline.wire.messages import TrainingBatch, TrainingSample, encode
+from sluice.pipeline.wire.messages import SamplingParams, TrainingBatch, TrainingSample, encode
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.trainers import random_sample
 from tests.training_loops import MakeRun, ids, load, look, manifest_of, run_of, trained
@@ -23,6 +23,7 @@ from tests.trl_on_cpu import stand_in
 
 trl = pytest.importorskip("trl")
 PROMPT = 4
+COOLER = SamplingParams(temperature=0.7)
 
 
 @pytest.fixture
@@ -147,7 +148,7 @@ def test_samples_that_are_too_old_are_dropped_with_a_reason(make: Callable[..., 
     [
         ({"token_budget": 64}, "token_budget=64"),
         ({"weight_sync_steps": 2}, "weight_sync_steps=2"),
-        ({"temperature": 0.5}, "sampling.temperature 1.0"),
+        ({"temperature": 0.5}, r"logprobs.* are at 1.0 \(worker.logprobs_mode raw\): set temperature=1.0"),
         ({"gradient_accumulation_steps": 4}, "producer.max_staleness 3 admits 2"),
     ],
 )
@@ -157,6 +158,51 @@ def test_settings_that_do_not_fit_are_named(
 ) -> None:
     with Rollouts(make(1)) as rollouts, pytest.raises(ConfigError, match=named):
         async_trainer(rollouts, tmp_path, **options).train()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_raw_logprobs_are_at_temperature_1_whatever_the_run_samples_at(
+    make: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = make(1, sampling=COOLER)
+    with Rollouts(config) as rollouts:
+        with pytest.raises(ConfigError, match=r"set temperature=1\.0"):
+            async_trainer(rollouts, tmp_path, temperature=0.7).train()
+        trainer = async_trainer(rollouts, tmp_path)
+        trainer.train()
+    assert logged(trainer, "ratio")[0] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_processed_logprobs_are_at_the_temperature_of_the_run(make: Callable[..., Config], tmp_path: Path) -> None:
+    """And a sample with others has no ratio there."""
+    config = make(1, sampling=COOLER, worker=WorkerConfig(logprobs_mode="processed"))
+    with Rollouts(config) as rollouts:
+        with pytest.raises(ConfigError, match=r"processed\): set temperature=0\.7"):
+            async_trainer(rollouts, tmp_path).train()
+        with pytest.raises(TaskError, match=r"at temperature 1, .* at 0\.7"):
+            async_trainer(rollouts, tmp_path, temperature=0.7).train()
+    assert trained(config) == []
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_at_another_temperature_than_its_own_are_kept_from_the_other_trainer(
+    make: Callable[..., Config], tmp_path: Path, temperature: float
+) -> None:
+    config = make(1, staleness=0, sampling=SamplingParams(temperature=temperature))
+    given: list[Any] = []
+    with Rollouts(config) as rollouts:
+        trainer = grpo_trainer(rollouts, tmp_path, temperature=temperature, off_policy_mask_threshold=0.5)
+        run = trainer.rollout_func
+
+        def seen(prompts: list[Any], of: Any) -> Any:
+            given.append(found := run(prompts, of))
+            return found
+
+        trainer.rollout_func = seen
+        trainer.train()
+    assert trained(config) == ids(1)
+    assert [each["logprobs"] is None for each in given] == [temperature != 1.0]
 
 
 @pytest.mark.usefixtures("on_cpu")
