@@ -21,7 +21,7 @@ with Rollouts(sys.argv[1]) as rollouts:
     args = AsyncGRPOConfig(
         output_dir="trl", max_steps=10_000, learning_rate=1e-6, token_budget=0, weight_sync_steps=1, logging_steps=1,
         per_device_train_batch_size=rollouts.config.producer.samples_per_version, report_to="none", save_strategy="no",
-        temperature=rollouts.config.sampling.temperature, bf16=cuda, use_cpu=not cuda,
+        temperature=run.temperature, bf16=cuda, use_cpu=not cuda,
     )  # fmt: skip
     trainer = AsyncGRPOTrainer(
         str(rollouts.model_path), args=args, train_dataset=run.prompts,

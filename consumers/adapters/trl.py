@@ -174,7 +174,7 @@ class AsyncGRPORollouts(TrainerCallback):
 
     The run needs `policy.enabled` (advantages come with the samples) and a `producer.max_staleness` of at least 1: TRL
     fetches a batch ahead. `args` need `token_budget=0` (batches of a fixed number of samples), `weight_sync_steps=1`
-    and the `temperature` of the run's logprobs, since TRL compares its own at that one with them: 1 for raw ones
+    and `run.temperature`, that of the run's logprobs, since TRL compares its own at that one with them: 1 for raw ones
     (`worker.logprobs_mode`), whatever `sampling.temperature` is. ConfigError at the start of the training says what
     doesn't fit. The training ends with the run, or after `max_steps`.
 
@@ -199,7 +199,7 @@ class AsyncGRPORollouts(TrainerCallback):
         self._number = 1
         self._micro = self._step = 0  # samples of one
         self._max_staleness = 0
-        self._temperature = _logprobs_temperature(rollouts.config)
+        self.temperature = _logprobs_temperature(rollouts.config)
         self._trained = 0  # of `_taken`, in a step that isn't published
         self._cold = True
         self._ended = False
@@ -213,7 +213,7 @@ class AsyncGRPORollouts(TrainerCallback):
         producer = self._rollouts.config.producer
         size, budget = producer.samples_per_version, args.token_budget
         needed = size * math.ceil((self._step + self._micro) / size)
-        mode, at = self._rollouts.config.worker.logprobs_mode, self._temperature
+        mode, at = self._rollouts.config.worker.logprobs_mode, self.temperature
         wrong = {
             f"temperature={args.temperature}, and the run's logprobs, with which TRL compares its own, are at {at} "
             f"(worker.logprobs_mode {mode}): set temperature={at}": args.temperature != at,
@@ -311,10 +311,10 @@ class AsyncGRPORollouts(TrainerCallback):
     def _sample(self, row: _Row) -> RolloutSample:
         if math.isnan(row.advantage):
             raise TaskError(f"{row.seq_id} has no advantage; GRPO trains on these")
-        if not _is_at(row, self._temperature):
+        if not _is_at(row, self.temperature):
             raise TaskError(
                 f"{row.seq_id}: its logprobs are at temperature {row.temperature:g}, and TRL compares its own at "
-                f"{self._temperature:g} with them; sample the whole run at sampling.temperature, or train with `sluice "
+                f"{self.temperature:g} with them; sample the whole run at sampling.temperature, or train with `sluice "
                 "train`"
             )
         metrics = {} if math.isnan(row.reward) else {"reward": row.reward}
@@ -363,8 +363,8 @@ class GRPORollouts(TrainerCallback):
     TRL's generation batch, `producer.group_size` its `num_generations`. A group that lost a member isn't trained
     (dropped as `short_group`): TRL compares groups of one size. Adapters (peft) aren't published by this one.
 
-    `temperature` is the run's `sampling.temperature`. TRL reads the run's logprobs for `off_policy_mask_threshold` only,
-    and gets none of a batch that has them at another temperature.
+    `temperature` is the run's `sampling.temperature`. TRL reads the run's logprobs for `off_policy_mask_threshold`
+    only, and gets none of a batch that has them at another temperature.
     """
 
     def __init__(self, rollouts: Rollouts) -> None:

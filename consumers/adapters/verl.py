@@ -62,8 +62,10 @@ class GatewayClient(LLMServerClient):
 
     `config`: all of verl's; of it `actor_rollout_ref.rollout` with its lengths is read. `gateway`: the URL,
     with `/rollouts/{id}` where the calls should be the turns of a rollout of the run. A key comes from the environment,
-    SLUICE_GATEWAY_API_KEY. `processed`: whether the run's `worker.logprobs_mode` is. Raw logprobs are at temperature 1,
-    and verl takes an answer's for those at its own temperature: at any other it gets none. What may succeed later (no connection, 5xx, 408, 429) is retried within `timeout_s`.
+    SLUICE_GATEWAY_API_KEY. What may succeed later (no connection, 5xx, 408, 429) is retried within `timeout_s`.
+
+    verl takes an answer's logprobs for those at its own temperature. Raw ones are at 1, so at any other it gets none.
+    `processed`: whether the run's `worker.logprobs_mode` is, and they are at the temperature that was asked for.
     """
 
     def __init__(self, config: Any, gateway: str, *, processed: bool = False, timeout_s: float = 900.0) -> None:
