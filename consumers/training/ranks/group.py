@@ -43,6 +43,10 @@ _BEATS = 4  # within the timeout
 START = b"\x01"  # what the other ranks hear first
 _CLOSE, _BEAT = b"", b"\x00"
 _WELL, _BADLY = b"\x02", b"\x03"  # how `told` went
+_RAISED: dict[str, type[Exception]] = {  # by the other ranks, by name
+    **{name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, SluiceError)},
+    "OSError": OSError,
+}
 _IDLE, _FAILED = "no command", "a failure"
 _REPEAT_S = 1.0
 _END_S = 2.0
@@ -103,18 +107,17 @@ class Ranks:
         await asyncio.shield(self._beating)
 
     def told(self, name: str, work: Callable[[], bytes]) -> bytes:
-        """What `work` returns on rank 0, which alone does it; an error of ours is raised by all ranks."""
+        """What `work` returns on rank 0, which alone does it; all ranks raise its error, as OSError or one of ours."""
         if not self.leads:
             said = self.receive() or b""
             if said[:1] == _WELL:
                 return said[1:]
             kind, _, why = said[1:].decode().partition(" ")
-            raise getattr(errors, kind)(f"rank 0: {why}")
+            raise _RAISED[kind](f"rank 0: {why}")
         try:
             found = work()
-        except SluiceError as error:
-            kind = next(each.__name__ for each in type(error).__mro__ if hasattr(errors, each.__name__))
-            with contextlib.suppress(RankLost), self.leading(name, _BADLY + f"{kind} {error}".encode()):
+        except Exception as error:
+            with contextlib.suppress(RankLost), self.leading(name, _BADLY + _told_of(error).encode()):
                 pass
             raise
         with self.leading(name, _WELL + found):
@@ -293,6 +296,12 @@ class _Presence:
             except RuntimeError:  # the others see that it has fallen silent
                 return
             self._changed.wait(_REPEAT_S)
+
+
+def _told_of(error: Exception) -> str:
+    """Its kind, and what the other ranks say of it."""
+    kinds = [each.__name__ for each in type(error).__mro__ if each.__name__ in _RAISED]
+    return f"{kinds[0]} {error}" if kinds else f"{SluiceError.__name__} {type(error).__name__}: {error}"
 
 
 def _gloo(timeout_s: float) -> dist.ProcessGroup:
