@@ -30,7 +30,7 @@ with Rollouts(sys.argv[1]) as rollouts:
     for batch in rollouts.batches():
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
         losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none")  # 0 where -100
-        loss = (losses * batch["weights"][:, 1:]).sum() / batch["totals"]["weight"]  # of the whole batch
+        loss = (losses * batch["weights"][:, 1:]).sum() / max(batch["totals"]["weight"], 1e-8)  # of all ranks
         (loss * ranks).backward()  # FSDP takes the mean of the ranks' gradients
         optimizer.step()
         optimizer.zero_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -305,10 +306,27 @@ def _save_in(aside: Path, model: Any) -> None:
 
 
 def probe_of(model: Any, tokens: list[int]) -> float | None:
-    """The score that workers check a version against; None if its precision or type gives no exact score."""
-    if str(getattr(model, "dtype", "")) != "torch.float32" or not callable(model):
+    """The score that workers check a version against; None unless the model is float32 and computes in it.
+
+    Raises ModelError if the score isn't finite, whatever it is computed in.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None or not callable(model):
         return None
-    return probe_score(model, tokens)
+    computed: set[torch.dtype] = set()
+
+    def note(_: Any, given: tuple[Tensor, ...], logits: Tensor) -> None:
+        computed.update(each.dtype for each in (*given, logits))
+
+    # At the head: mixed precision keeps float32 parameters, and casts what the model returns back to float32.
+    with head.register_forward_hook(note):
+        score = probe_score(model, tokens)
+    if not math.isfinite(score):
+        raise ModelError(
+            f"not published: the probe's score is {score}, so the weights aren't finite, or overflow; look for a step "
+            "whose loss or gradient wasn't finite (a sum divided by 0), and start again from the newest version"
+        )
+    return score if model.dtype == torch.float32 and computed == {torch.float32} else None
 
 
 def _copy(directory: Path, target: Path, but: tuple[str, ...] = ()) -> None:

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
+from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray
 from tests.e2e.fixtures import MakeStack
 from tests.e2e.processes import Process, marked
-from tests.e2e.ready_batches import STEPS, TOLERANCE, apart, ready_run
+from tests.e2e.ready_batches import LENGTH, STEPS, TOLERANCE, apart, ready_run, text_samples
 from tests.e2e.stack import Stack
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -56,6 +59,18 @@ def test_ranks_publish_what_one_process_does(make_stack: MakeStack, ranks: int) 
     assert all(apart(ours[number], theirs[number]) < TOLERANCE for number in ours)
     settings = [(one.run_dir / "weights/v000002/config.json").read_bytes() for one in (spread, plain)]
     assert b"FSDP" not in settings[0]
+
+
+def test_a_batch_without_any_weight_trains_no_nan(make_stack: MakeStack) -> None:
+    def samples_of(step: int) -> list[TrainingSample]:
+        weights = FloatArray([float(step != 1)] * LENGTH)
+        return [replace(one, weights=weights) for one in text_samples(step)]
+
+    stack = ready_run(make_stack, samples_of, weights={"retention": 10}, trainer=OWN)
+    process = loop(stack, 2)
+    assert process.wait() == 0, process.tail()
+    assert_each_once(stack)
+    assert all(value.isfinite().all() for value in versions(stack)[STEPS].values())
 
 
 def test_a_killed_rank_ends_the_loop_and_the_next_one_goes_on(make_stack: MakeStack) -> None:

@@ -83,6 +83,26 @@ def test_what_is_no_model_of_this_run_is_not_published(make_run: MakeRun, tmp_pa
     assert not list(run_of(config).rglob("*.tmp"))
 
 
+def test_weights_that_are_not_finite_finish_nothing(make_run: MakeRun) -> None:
+    config = make_run(1)
+    with Rollouts(config) as rollouts:
+        model = load(rollouts.model_path)
+        rollouts.prove(model)
+        next(rollouts.batches())
+        whole = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+        with pytest.raises(ModelError, match="score is nan"):
+            rollouts.publish(model)
+        assert (look(config).trained, look(config).latest_version) == (0, 0)
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), whole, strict=True):
+                parameter.copy_(value)
+        assert rollouts.publish(model) == 1
+    assert trained(config) == ids(1)
+
+
 @pytest.mark.parametrize(("place", "name", "acked"), [(versions, "write_version", 0), (WeightsRegistry, "register", 2)])
 def test_a_publish_that_failed_is_tried_again_as_the_same_step(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, acked: int
