@@ -458,8 +458,15 @@ def blocks_of(message: Message) -> list[JsonObject]:
 
 
 def _usage(answer: Answer) -> dict[str, int]:
+    """Theirs are three disjoint counts of the prompt."""
     counts = usage(answer.results)
-    return {"input_tokens": counts["prompt_tokens"], "output_tokens": counts["completion_tokens"]}
+    cached = counts["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": counts["prompt_tokens"] - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": counts["completion_tokens"],
+    }
 
 
 def event(kind: str, **fields: Any) -> bytes:

@@ -97,7 +97,7 @@ async def test_an_anthropic_tool_loop_is_one_trajectory_whole_and_streamed(
             assert of_message(one).keys() == {"content", "stop_reason", "usage"}
             assert without_ids(of_message(one)) == without_ids(of_message(other))
             assert one.usage.output_tokens == len(one.token_ids) == len(one.logprobs)
-            assert one.usage.input_tokens == len(one.prompt_token_ids)
+            assert one.usage.input_tokens + one.usage.cache_read_input_tokens == len(one.prompt_token_ids)
         for name in ("whole", "streamed"):
             assert (await gateway.finish(name))[1]["parts"] == 1, "a turn of it was not recognised"
     results = await published(client, keys)

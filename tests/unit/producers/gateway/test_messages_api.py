@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from sluice.pipeline.wire.messages import Grammar, SamplingParams
-from sluice.producers.gateway.apis.messages import CountRequest, MessagesRequest, blocks_of, problem
+from sluice.producers.gateway.answers import Answer
+from sluice.producers.gateway.apis.messages import CountRequest, MessagesAnswer, MessagesRequest, blocks_of, problem
 from sluice.producers.gateway.parsers import ToolChoice
 from sluice.producers.gateway.refusals import Refusal
+from tests.factories import sequence_result
 
 USER = {"role": "user", "content": "a"}
 TEXT = {"type": "text", "text": "b"}
@@ -154,3 +156,14 @@ def test_formats_choices_and_efforts_are_those_of_a_chat() -> None:
     assert named == ToolChoice(must=True, name="add", one=True)
     first = request(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True}).call().tool_choice
     assert first == ToolChoice(one=True)
+
+
+def test_tokens_of_a_kept_prefix_are_counted_apart() -> None:
+    answer = Answer("m", [sequence_result("job", cached_tokens=1)], [{"role": "assistant", "content": "b"}])
+    no_stream: Any = None
+    assert MessagesAnswer(request(), SamplingParams(), no_stream).whole(answer)["usage"] == {
+        "input_tokens": 1,
+        "cache_read_input_tokens": 1,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": 3,
+    }
