@@ -89,9 +89,11 @@ class _Reads:
 
 def sure_complaints(config: Config, unsure: Collection[str]) -> dict[str, set[str]]:
     """The keys' own rules that don't hold whatever is wrong with the unsure sections; each with those at fault."""
-    usual = Config()
+    found, usual = _alone(config), Config()
+    if not found:
+        return {}
     without = {name: _alone(replace(config, **{name: getattr(usual, name)})) for name in config.__struct_fields__}
-    at_fault = {one: {name for name, others in without.items() if one not in others} for one in _alone(config)}
+    at_fault = {one: {name for name, others in without.items() if one not in others} for one in found}
     return {one: names for one, names in at_fault.items() if names.isdisjoint(unsure) and (names or not unsure)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any, Literal, cast, get_args, get_origin
@@ -88,6 +89,7 @@ def choices(kind: type, dotted: str) -> list[str]:
     return [] if at is None else _words(_fields(at).get(key))
 
 
+@functools.cache
 def _fields(kind: type) -> dict[str, Any]:
     return {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
 
