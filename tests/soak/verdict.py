@@ -24,6 +24,7 @@ from tests.soak.soak_run import KEEP_RESULT_S, LEASE_S, SoakRun
 # A server that has just started on the data of the run, beside one that started on none: counts, a digest for each
 # weight version (0.2 KB), tables of streams. A leak of 1 KB a sequence goes over it within a few hundred sequences.
 DATA_ALLOWANCE = 512 << 10
+MANIFEST_ALLOWANCE = 2 << 10  # beside that, for each version that is kept: the name and shape of every tensor
 # The same server as it was under the run: with its Lua scripts (1 MB with their interpreter) and buffers of clients.
 SERVER_ALLOWANCE = 3 << 20
 _KEEP_ROLLOUT_S = 3600.0  # of a closed one: later calls are told so
@@ -166,8 +167,19 @@ class Verdict:
         self.memory["after"] = broker.used_memory()
         broker.restart()
         self.memory["after_restart"] = broker.used_memory()
-        assert self.memory["after_restart"] <= before + DATA_ALLOWANCE, self.memory
-        assert self.memory["after"] <= before + SERVER_ALLOWANCE, self.memory
+        kept = MANIFEST_ALLOWANCE * min(self.end.latest_version + 1, self._stack.config.weights.retention)
+        assert self.memory["after_restart"] <= before + kept + DATA_ALLOWANCE, (self.memory, self._largest())
+        assert self.memory["after"] <= before + kept + SERVER_ALLOWANCE, self.memory
+
+    def _largest(self) -> list[tuple[str, int, int]]:
+        """Of the keys that hold most, by the beginnings of their names: how many there are, and their bytes."""
+        found = dict[str, list[int]]()
+        with self._stack.client() as client:
+            raw: Any = client
+            for key in raw.scan_iter(count=1000):
+                found.setdefault(":".join(text(key).split(":")[:3]), []).append(raw.memory_usage(key, samples=0) or 0)
+        sizes = [(name, len(each), sum(each)) for name, each in found.items()]
+        return sorted(sizes, key=lambda one: -one[2])[:8]
 
 
 def _ending(fields: dict[bytes, bytes]) -> tuple[str, str]:
