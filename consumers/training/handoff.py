@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import shutil
@@ -235,7 +236,7 @@ def _ranks_of(config: Config) -> Ranks | None:
         return None
     if distributed.get_world_size() == 1:
         return None
-    return Ranks(config.trainer.batch_wait_s + config.trainer.rank_timeout_s)
+    return Ranks(config.trainer.rank_timeout_s)
 
 
 class Rollouts:
@@ -281,11 +282,17 @@ class Rollouts:
             self._thread.stop()
             raise
 
-    def _once(self, name: str, work: Callable[[], T], kind: type[T]) -> T:
-        """What the work returns: in this process, or on rank 0 for all of them."""
+    def _once(self, name: str, work: Callable[[], T], kind: type[T], limit_s: float | None = None) -> T:
+        """What the work returns: in this process, or on rank 0 for all of them.
+
+        The others wait for it for at most `limit_s`, by default as long as the broker may be away and a version may
+        take to write, and `trainer.rank_timeout_s` more.
+        """
         if self._ranks is None:
             return work()
-        told = self._ranks.told(name, lambda: _encoder.encode(work()))
+        if limit_s is None:
+            limit_s = self.config.broker.retry_for_s + self.config.weights.publish_timeout_s
+        told = self._ranks.told(name, lambda: _encoder.encode(work()), limit_s)
         return msgspec.msgpack.decode(told, type=kind, dec_hook=from_wire)
 
     def _named(self, seq_ids: Iterable[str] | None) -> list[str] | None:
@@ -328,7 +335,7 @@ class Rollouts:
         out they must be told which to finish.
         """
         while not self._complete:
-            given = self._once("a batch", self._next, _Given)
+            given = self._once("a batch", self._next, _Given, math.inf)  # `take` has its own deadline
             self._complete |= given.complete
             if not given.samples:
                 return

@@ -74,6 +74,17 @@ def test_a_batch_without_any_weight_has_a_loss_of_0(make_stack: MakeStack) -> No
     assert "nan" not in process.text()
 
 
+def test_all_ranks_wait_for_a_batch_as_long_as_one_process_does(make_stack: MakeStack) -> None:
+    stack = ready_run(make_stack, trainer={**OWN, "rank_timeout_s": 10.0}, steps=1)
+    with contextlib.closing(stack.client()) as client:
+        client.hdel(stack.keys.source, "exhausted")
+    process = loop(stack, 2)
+    assert process.wait() != 0
+    assert "version 1: " in process.text()
+    assert f"DeadlineExceeded: no training batch for {OWN['batch_wait_s']:.0f} s" in process.text(), process.tail()
+    assert "RankLost" not in process.text()
+
+
 def test_a_killed_rank_ends_the_loop_and_the_next_one_goes_on(make_stack: MakeStack) -> None:
     stack = ready_run(make_stack, trainer=OWN, steps=LONG)
     first = loop(stack, 2)

@@ -5,8 +5,10 @@
 
 - Rank 0 alone has the role, the broker and the run's records. The others know what its commands hold.
 - Commands go as bytes over a gloo group of their own, whatever carries the gradients.
-- A barrier comes before each command, and while rank 0 has none, it sends an empty one. So a rank that is killed or
-  hangs is missed within `timeout_s`, at work or idle. That ends the group: no rank can go on alone.
+- A barrier comes before each command, and while rank 0 has none, it sends an empty one: a beat. So a rank that is
+  killed or hangs is missed within `timeout_s`, at work or idle. That ends the group: no rank can go on alone.
+- While rank 0 does alone what all will be told, a thread sends the beats. It can't see whether that work hangs, so the
+  work has a deadline of its own, or the beats have one.
 - gloo doesn't say whom it missed. So each rank tells the group's store what it does, again and again from a thread of
   its own: who doesn't any more was killed or stopped, and who is at work when the others have failed hangs.
 
@@ -14,6 +16,8 @@
 |------------------------------|----------------------------------------------------------------|
 | other ranks, in a collective | all ranks; the end of one of them; `trainer.rank_timeout_s`    |
 | a command                    | rank 0, at the latest its next beat; `trainer.rank_timeout_s`  |
+| rank 0's work, in `told`     | the work's own deadline, or its limit; `trainer.rank_timeout_s`|
+|                              | after the last beat                                            |
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import asyncio
 import atexit
 import contextlib
 import itertools
+import math
 import os
 import threading
 import time
@@ -61,6 +66,7 @@ class Ranks:
         self._timeout_s = timeout_s
         self._lock, self._is_whole = threading.Lock(), True
         self._beating: asyncio.Task[None] | None = None
+        self._between = _IDLE  # what this rank does outside of collectives
         self._commands, self._barrier = _gloo(timeout_s), _gloo(timeout_s)
         self._presence = _Presence(self.rank, self.size)
         self._beside: dist.ProcessGroup | None = None
@@ -106,8 +112,14 @@ class Ranks:
         assert self._beating is not None
         await asyncio.shield(self._beating)
 
-    def told(self, name: str, work: Callable[[], bytes]) -> bytes:
-        """What `work` returns on rank 0, which alone does it; all ranks raise its error, as OSError or one of ours."""
+    def told(self, name: str, work: Callable[[], bytes], limit_s: float = math.inf) -> bytes:
+        """What `work` returns on rank 0, which alone does it; all ranks raise its error, as OSError or one of ours.
+
+        The others wait for as long as rank 0 sends beats. They raise RankLost, with `name`, if none has come for the
+        group's timeout: rank 0 was killed or stopped, or the work hangs. Beats end with the work, or after `limit_s`
+        seconds: give that if the work has no deadline of its own. If another rank is lost, rank 0 raises RankLost, too,
+        once its work has ended.
+        """
         if not self.leads:
             said = self.receive() or b""
             if said[:1] == _WELL:
@@ -115,10 +127,12 @@ class Ranks:
             kind, _, why = said[1:].decode().partition(" ")
             raise _RAISED[kind](f"rank 0: {why}")
         try:
-            found = work()
+            with self._alone(name, limit_s):
+                found = work()
         except Exception as error:
-            with contextlib.suppress(RankLost), self.leading(name, _BADLY + _told_of(error).encode()):
-                pass
+            if self._is_whole:
+                with contextlib.suppress(RankLost), self.leading(name, _BADLY + _told_of(error).encode()):
+                    pass
             raise
         with self.leading(name, _WELL + found):
             return found
@@ -195,6 +209,37 @@ class Ranks:
             finally:
                 self._lock.release()
 
+    @contextlib.contextmanager
+    def _alone(self, doing: str, limit_s: float) -> Generator[None]:
+        """Inside the block the others, in `receive`, hear beats of this rank. Raises what a beat raised, behind it."""
+        is_over, lost, until = threading.Event(), list[Exception](), time.monotonic() + limit_s
+
+        def beat() -> None:
+            try:
+                while not is_over.wait(self._timeout_s / _BEATS):
+                    if time.monotonic() > until:
+                        get_logger().error("takes too long; the other ranks are left", work=doing, limit_s=limit_s)
+                        return
+                    self._beat_once()
+            except Exception as error:
+                get_logger().error("ranks are lost", during=doing, cause=str(error))  # the block can't be interrupted
+                lost.append(error)
+
+        self._between = doing
+        self._presence.say(doing)
+        beating = threading.Thread(target=beat, name="sluice-rank-beat", daemon=True)
+        try:
+            beating.start()  # in here: an interrupt must not leave it beating
+            yield
+        finally:
+            self._between = _IDLE
+            is_over.set()
+            if beating.is_alive():
+                beating.join()  # a beat has the group's timeout, and a command must not overtake it
+            self._presence.say(_FAILED if lost else _IDLE)
+        if lost:
+            raise lost[0]
+
     def _close(self) -> None:
         if not self._is_whole or not self._lock.acquire(timeout=_CLOSE_S):
             return  # the others notice when this process ends
@@ -223,7 +268,7 @@ class Ranks:
                     "trainer.rank_timeout_s"
                 ) from error
             raise
-        self._presence.say(_IDLE)
+        self._presence.say(self._between)
 
 
 class _Presence:
