@@ -38,6 +38,9 @@ class FarSide:
         self.headers: list[tuple[str, str | None]] = []
         self.finished: list[tuple[str, str]] = []
         self.rewards: list[float | None] = []  # of these, as they came
+        self.num_turns: list[int | None] = []  # of these
+        self.keeps_turns = True  # False: its broker has lost some of every rollout
+        self.forgotten: list[str] = []
         self.cancelled: list[Body] = []
         self.running = self.most = 0
         self._runners: list[web.AppRunner] = []
@@ -47,6 +50,7 @@ class FarSide:
         get, post = web.get("/tools", self._tools), web.post("/rollout", self._rollout)
         more = [web.post("/v1/rollout/init", self._init), web.get("/rollout/{id}/status", self._status)]
         more += [web.get("/health", self._health), web.get("/rollout/{id}/result", self._result)]
+        more += [web.post("/rollout/forget", self._forget)]
         return await self._serve([get, post, *more, web.post("/rollout/cancel", self._cancel)], port)
 
     async def start_gateway(self) -> str:
@@ -103,6 +107,10 @@ class FarSide:
         self.cancelled.append(await request.json())
         return web.json_response({"dispositions": {}})
 
+    async def _forget(self, request: web.Request) -> web.Response:
+        self.forgotten.append((await request.json())["rollout_id"])
+        return web.Response(status=404)  # it has no such route
+
     async def _init(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.posted.append(body)
@@ -119,6 +127,9 @@ class FarSide:
         status = body["final_status"]
         self.finished.append((request.match_info["id"], status))
         self.rewards.append(body["reward"])
+        self.num_turns.append(body["num_turns"])
+        if not self.keeps_turns:
+            return web.Response(status=409, text="the broker lost the newest")
         return web.json_response({"state": await self.close(request.match_info["id"], status)})
 
     async def close(self, rollout_id: str, status: str) -> str:

@@ -96,7 +96,9 @@ GATEWAY = [
         {"infer_requests": [{"messages": [USER]}, {"messages": [USER]}], "request_config": {"max_tokens": 1}},
     ]),
     Endpoint("/v1/rollout/completed", [_RESPONSE]),
-    Endpoint("/v1/rollout/chat-{}/finish", [{"final_status": "COMPLETED", "reward": 0.5, "truth": {"a": [1]}}]),
+    Endpoint("/v1/rollout/chat-{}/finish", [
+        {"final_status": "COMPLETED", "reward": 0.5, "truth": {"a": [1]}, "num_turns": 1},
+    ]),
     Endpoint("/v1/models/default"), Endpoint("/v1/models"), Endpoint("/health"), Endpoint("/metrics"),
     Endpoint("/docs"), Endpoint("/openapi.json"),
 ]  # fmt: skip
@@ -113,6 +115,7 @@ def rollout_server(gateway: str) -> list[Endpoint]:
         Endpoint("/rollout", [asked]),
         Endpoint("/v1/rollout/init", [{**asked, "rollout_id": "init-{}"}]),
         Endpoint("/rollout/cancel", [{"rollout_id": "try-{}"}]),
+        Endpoint("/rollout/forget", [{"rollout_id": "try-{}"}]),
         Endpoint("/rollout/try-{}/status"), Endpoint("/tools"), Endpoint("/health"), Endpoint("/metrics"),
     ]  # fmt: skip
 

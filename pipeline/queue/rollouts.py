@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
@@ -248,9 +248,11 @@ class Rollouts:
         if not await self.is_open(rollout_id):
             await self._client.delete(f"{self._keys.rollout}{rollout_id}")
 
-    async def still_open(self) -> list[RolloutHead]:
-        """The open ones, longest idle first, without those of an evaluation."""
-        ids = cast("list[bytes]", await self._client.zrange(self._keys.rollouts, 0, -1))
+    async def still_open(self, known: Collection[str] = ()) -> list[RolloutHead]:
+        """The open ones, longest idle first, without those of an evaluation and those in `known` when it is called."""
+        skipped = {rollout_id.encode() for rollout_id in known}
+        every = cast("list[bytes]", await self._client.zrange(self._keys.rollouts, 0, -1))
+        ids = [rollout_id for rollout_id in every if rollout_id not in skipped]
         heads: list[RolloutHead] = []
         for start in range(0, len(ids), _PAGE):
             pipe: Any = self._client.pipeline(transaction=False)

@@ -244,6 +244,7 @@ class Execution:
             finish_reason=reason,
             final_messages=[ChatMessage.model_validate(one) for one in self._final_messages],
             reward=None if self._environment is None else self._environment.reward,
+            num_turns=self._metrics.num_llm_calls,
         )
 
     def _failed(self, error: RolloutError) -> RolloutResponse:
@@ -267,7 +268,10 @@ class Execution:
         now, ending_s = time.monotonic(), self._state.retries.ending_s
         left_s = min(self.until - now, _FINISH_S) if final_status == "COMPLETED" else 0.0
         try:
-            known = await self.trainer.finish(final_status, until=now + max(left_s, ending_s), reward=answer.reward)
+            until = now + max(left_s, ending_s)
+            known = await self.trainer.finish(
+                final_status, until=until, reward=answer.reward, num_turns=answer.num_turns
+            )
             outcome = "told" if known else "not_offered"
         except RolloutError as error:
             outcome = "failed"

@@ -17,8 +17,8 @@ from sluice.producers.agents.runs import Runs
 from sluice.producers.agents.state import AppState
 from sluice.producers.http.schemas import (
     ROLLOUT_ID,
-    CancelRequest,
     InitResponse,
+    NamedRollout,
     RolloutRequest,
     RolloutResponse,
     Schema,
@@ -131,9 +131,20 @@ def _add_by_id(router: APIRouter, runs: Runs) -> None:
         response_description="Its current state.",
         responses=_ID_REFUSED,
     )
-    async def cancel(request: CancelRequest) -> StatusResponse:
+    async def cancel(request: NamedRollout) -> StatusResponse:
         """Its answer is then an error; a rollout that has already been answered keeps its answer."""
         return StatusResponse(rollout_id=request.rollout_id, status=runs.cancel(request.rollout_id))
+
+    @router.post(
+        "/rollout/forget",
+        tags=["rollouts"],
+        summary="Forget a rollout's answer",
+        response_description="Its current state.",
+        responses=_ID_REFUSED,
+    )
+    async def forget(request: NamedRollout) -> StatusResponse:
+        """A repeat of its request then runs it again, for a trainer that lost turns of it. A running one goes on."""
+        return StatusResponse(rollout_id=request.rollout_id, status=runs.forget(request.rollout_id))
 
     @router.get(
         f"/rollout/{ROLLOUT_ID}/status",

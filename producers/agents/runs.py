@@ -3,8 +3,8 @@
     (no such id) ── start ──▶ queued ──▶ running ──▶ success | failure | cancelled ── keep_answers_s ──▶ (forgotten)
 
 - The same id with a different body or protocol is a conflict; the callback key isn't compared.
-- Answers are kept for `keep_answers_s`: the newest `keep_answers`, or fewer if they are large. Running rollouts are
-  never forgotten.
+- Answers are kept for `keep_answers_s`: the newest `keep_answers`, or fewer if they are large; or until the caller says
+  that its trainer lost turns of the rollout. Running rollouts are never forgotten.
 - In the asynchronous protocol the answer is delivered at least once, always with the same bytes, even if the rollout
   failed. Transport errors, 5xx and 429 are retried until the rollout's deadline; any other refusal is final. Failed
   deliveries are counted and logged; repeating the request delivers the answer again.
@@ -78,7 +78,7 @@ class Runs:
 
     def start(self, request: RolloutRequest, protocol: Protocol) -> Run:
         """The rollout with this id, started now or earlier. Raises Conflict, Draining, LineFull."""
-        self._forget()
+        self._forget_old()
         if run := self._find(request.rollout_id):
             if run.fingerprint != _fingerprint(request, protocol):
                 raise Conflict
@@ -94,7 +94,7 @@ class Runs:
 
     def shown(self, rollout_id: str) -> RunState:
         """The state of the rollout with this id."""
-        self._forget()
+        self._forget_old()
         run = self._find(rollout_id)
         return RunState.UNKNOWN if run is None else run.state
 
@@ -124,6 +124,15 @@ class Runs:
         for task in self._unfinished():
             task.cancel()
 
+    def forget(self, rollout_id: str) -> RunState:
+        """Forget its answer, so that a repeat runs it again; returns its state afterwards.
+
+        One that runs goes on, and an answer that is being delivered is kept.
+        """
+        if (run := self._answered.get(rollout_id)) and (run.task is None or run.task.done()):
+            self._drop(run)
+        return self.shown(rollout_id)
+
     def _unfinished(self) -> set[asyncio.Task[None]]:
         every = (run.task for run in (*self._in_hand.values(), *self._answered.values()))
         return {task for task in every if task is not None and not task.done()}
@@ -149,7 +158,7 @@ class Runs:
             run.execution.trainer, run.rollout_id, run.body.result(), self._state, until=run.execution.until
         )
 
-    def _forget(self) -> None:
+    def _forget_old(self) -> None:
         """Drop answers that are too old or too many."""
         settings, oldest = self._state.settings, time.monotonic() - self._state.settings.keep_answers_s
         while self._answered:
@@ -157,8 +166,11 @@ class Runs:
             fits = len(self._answered) <= settings.keep_answers and self._num_bytes <= _MOST_BYTES
             if fits and run.answered_at > oldest:
                 break
-            self._answered.popitem(last=False)
-            self._num_bytes -= len(run.body.result())
+            self._drop(run)
+
+    def _drop(self, run: Run) -> None:
+        del self._answered[run.rollout_id]
+        self._num_bytes -= len(run.body.result())
 
 
 @contextlib.asynccontextmanager

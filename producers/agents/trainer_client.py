@@ -71,7 +71,9 @@ class Trainer(Protocol):
         """The model's next turn. Raises RolloutError."""
         ...
 
-    async def finish(self, final_status: str, *, until: float, reward: float | None = None) -> bool:
+    async def finish(
+        self, final_status: str, *, until: float, reward: float | None = None, num_turns: int | None = None
+    ) -> bool:
         """Close the rollout; False if the trainer has no such route. Raises RolloutError."""
         ...
 
@@ -113,10 +115,13 @@ class TrainerClient:
         except ValueError as error:
             raise RolloutError("validation_error", f"the trainer's reply is not JSON: {error}") from error
 
-    async def finish(self, final_status: str, *, until: float, reward: float | None = None) -> bool:
+    async def finish(
+        self, final_status: str, *, until: float, reward: float | None = None, num_turns: int | None = None
+    ) -> bool:
         """Close the rollout at the trainer; False if it has no such route. Raises RolloutError."""
         path = f"/v1/rollout/{_segment(self._rollout_id)}/finish"
-        said = {"final_status": final_status} | ({} if reward is None else {"reward": reward})
+        counted = {"reward": reward, "num_turns": num_turns}
+        said = {"final_status": final_status} | {name: value for name, value in counted.items() if value is not None}
         try:
             await self._post(path, strict_json.encode(said), until)
         except RolloutError as error:

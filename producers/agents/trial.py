@@ -246,7 +246,9 @@ class LocalTrainer:
         self._on_turn(call, plan, reply)
         return reply
 
-    async def finish(self, final_status: str, *, until: float, reward: float | None = None) -> bool:
+    async def finish(
+        self, final_status: str, *, until: float, reward: float | None = None, num_turns: int | None = None
+    ) -> bool:
         """Nothing is published."""
         del final_status, until
         return True

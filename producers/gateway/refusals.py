@@ -4,7 +4,7 @@
 |--------|-----------------------------------------------------------------------|
 | 400    | well-formed but not supported; the message names the field            |
 | 404    | no such model or rollout                                              |
-| 409    | the rollout is closed                                                 |
+| 409    | the rollout is closed, or has lost turns                              |
 | 422    | doesn't match the schema; `param` is the path                         |
 | 429    | too many requests in progress; try again after `Retry-After` seconds  |
 | 500    | the sequence died in the queue, or a bug of ours                      |
@@ -104,6 +104,15 @@ def closed(rollout_id: str) -> Refusal:
     """Nothing may be added to it."""
     message = f"rollout {rollout_id} is closed; start another one with its own id"
     return Refusal(409, message, "rollout_id", final=True)
+
+
+def turns_lost(rollout_id: str, stored: int, num_turns: int) -> Refusal:
+    """The broker lost its newest writes (a power loss) with turns of it in them."""
+    message = (
+        f"rollout {rollout_id} has {stored} of the {num_turns} turns that were answered: the broker lost the newest. "
+        "It is open: play it again from its first call (turns that are stored are repeated), or finish it with ERROR"
+    )
+    return Refusal(409, message, "num_turns", code="turns_lost", final=True)
 
 
 def unknown(rollout_id: str) -> Refusal:

@@ -306,6 +306,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
     rewards: dict[str, float] | None = None  # its parts by name
     truth: Any = None  # None: the head's
+    num_turns: int | None = None  # calls that were answered; None: nobody counted them
 
 
 def path_to(turns: Sequence[Turn], place: int) -> list[Turn]:

@@ -42,6 +42,8 @@ class _StopAtFirst(FailFast):
 STOP = _StopAtFirst()
 """Of a list: the first item that is wrong is the answer. A million complaints cost more than a million items."""
 
+NUM_TURNS = "Calls that were answered; a rollout with fewer has lost turns, and isn't trained. Null: not counted."
+
 JsonObject = dict[str, Any]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -279,6 +281,7 @@ class RolloutResponse(Schema):
     finish_reason: FinishReason | None = None
     error_message: str | None = Field(default=None, description="Why it failed.")
     reward: float | None = Field(default=None, description="Of the whole rollout; null: the task decides.")
+    num_turns: int | None = Field(default=None, ge=0, description=NUM_TURNS)
     metrics: RolloutMetrics = Field(default_factory=RolloutMetrics)
     extra_fields: JsonObject = Field(
         default_factory=dict, description="error_category, http_status; template_drift, resyncs."
@@ -304,14 +307,14 @@ class RunState(StrEnum):
 
 
 class StatusResponse(Schema):
-    """`GET /rollout/{id}/status`, `POST /rollout/cancel`."""
+    """`GET /rollout/{id}/status`, `POST /rollout/cancel`, `POST /rollout/forget`."""
 
     rollout_id: str
     status: Annotated[RunState, Field(strict=False)]
 
 
-class CancelRequest(Schema):
-    """`POST /rollout/cancel`."""
+class NamedRollout(Schema):
+    """`POST /rollout/cancel`, `POST /rollout/forget`."""
 
     rollout_id: str = Field(min_length=1, max_length=MAX_ID_LENGTH)
 

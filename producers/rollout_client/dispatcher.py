@@ -2,6 +2,8 @@
 
 - At most `rollout.max_concurrent` requests at a time; each has `rollout.timeout_s`, including its finish.
 - A rollout is requested again after a restart; rollout servers and the gateway know it by its id.
+- A broker that lost its newest writes (a power loss) may have lost the end of a rollout, which is then open, and nobody
+  is at work on it: it is requested again. If it lost turns too, the gateway refuses the end, and it is played again.
 - An answer with status ERROR is data: the rollout is finished as ERROR, and the run continues.
 """
 
@@ -27,7 +29,14 @@ from sluice.producers.rollout_client.peer import GATEWAY_KEY, Answer, Peer, Peer
 
 _LOOK_S = 0.25  # between two checks whether a rollout is closed
 _ASK_AFTER_S = 3.0  # then ask its server whether it still knows the rollout
+_SEE_S = 10.0  # between two looks for open rollouts that nobody is at work on
+_FORGET_S = 5.0
 _NO_SUCH_PATH = (404, 405, 501)
+_TURNS_LOST = 409  # the gateway's answer to a finish
+
+
+class _TurnsLost(Refused):
+    """The broker lost turns of a rollout whose server says that it is complete."""
 
 
 class Dispatcher:
@@ -38,6 +47,7 @@ class Dispatcher:
         self._tasks, self._config = tasks, role.config.rollout
         self._slots = asyncio.Semaphore(self._config.max_concurrent)
         self._in_flight: dict[str, asyncio.Task[None]] = {}
+        self._looking: asyncio.Task[None] | None = None
         self._answered = self._failed = self._llm_calls = 0
 
     async def wait_for_peers(self) -> bool:
@@ -63,6 +73,19 @@ class Dispatcher:
                 task.add_done_callback(lambda _, rollout_id=head.rollout_id: self._in_flight.pop(rollout_id))
         self._tell()
 
+    async def ask_lost(self) -> bool:
+        """Request what is open and not in flight: an earlier producer's, or the broker lost its end.
+
+        Returns whether anything is in flight then.
+        """
+        lost = [head for head in await self._rollouts.still_open(self._in_flight) if head.request]
+        self.ask(lost, again=True)
+        return bool(self._in_flight)
+
+    def look_for_lost(self) -> None:
+        """Do so every few seconds, until `leave`."""
+        self._looking = self._tasks.create_task(self._look())
+
     async def fewer_than(self, count: int) -> bool:
         """Wait until fewer than `count` are in flight; False when asked to stop."""
         asked = asyncio.ensure_future(self._role.stop.wait())
@@ -77,26 +100,43 @@ class Dispatcher:
 
     def leave(self) -> None:
         """Stop requesting; open rollouts stay open for the next start."""
+        if self._looking is not None:
+            self._looking.cancel()
         for task in self._in_flight.values():
             task.cancel()
+
+    async def _look(self) -> None:
+        while await self._role.nap(_SEE_S):
+            await self.ask_lost()
 
     async def _one(self, head: RolloutHead, again: bool) -> None:
         async with self._slots:
             until = asyncio.get_running_loop().time() + self._config.timeout_s
             try:
                 if self._config.protocol != "async":
-                    answer = await self._answer(head, until, again)
-                    await self._finish(head, answer, until)
-                    self._count(head, answer)
+                    self._count(head, await self._played(head, until, again))
                 else:
                     await self._init(head, until)
                     await self._closed(head, until)
                     self._answered += 1
             except (PeerSilent, Refused) as error:
-                if await self._rollouts.drop(head.rollout_id, "rollout_error", str(error)) == "ok":
+                reason = "turns_lost" if isinstance(error, _TurnsLost) else "rollout_error"
+                if await self._rollouts.drop(head.rollout_id, reason, str(error)) == "ok":
                     self._failed += 1
                     get_logger().warning("rollout dropped", rollout_id=head.rollout_id, cause=str(error))
         self._tell()
+
+    async def _played(self, head: RolloutHead, until: float, again: bool) -> Answer:
+        """Its answer, once it is closed."""
+        try:
+            answer = await self._answer(head, until, again)
+            await self._finish(head, answer, until)
+        except _TurnsLost as error:
+            get_logger().warning("the rollout is played again", rollout_id=head.rollout_id, cause=str(error))
+            await self._forget(head)
+            answer = await self._answer(head, until, again=True)
+            await self._finish(head, answer, until)
+        return answer
 
     async def _answer(self, head: RolloutHead, until: float, again: bool) -> Answer:
         if self._config.protocol == "sync":
@@ -108,22 +148,40 @@ class Dispatcher:
     async def _finish(self, head: RolloutHead, answer: Answer, until: float) -> None:
         """Close it; our own server has already done so, and the gateway then repeats its answer."""
         path = f"/v1/rollout/{quote(head.rollout_id, safe=':')}/finish"
-        body = {"final_status": answer.status, "reward": answer.reward}
-        await self._gateway.call("POST", path, body, until=until)
+        body = {"final_status": answer.status, "reward": answer.reward, "num_turns": answer.num_turns}
+        try:
+            await self._gateway.call("POST", path, body, until=until)
+        except Refused as error:
+            if error.status == _TURNS_LOST:
+                raise _TurnsLost(str(error), error.status) from error
+            raise
+
+    async def _forget(self, head: RolloutHead) -> None:
+        """Its server's kept answer, if it keeps one and has this route."""
+        if self._config.protocol != "polling":
+            until = asyncio.get_running_loop().time() + _FORGET_S
+            with contextlib.suppress(PeerSilent, Refused):
+                await self._server.call("POST", "/rollout/forget", {"rollout_id": head.rollout_id}, until=until)
 
     async def _init(self, head: RolloutHead, until: float) -> None:
         await self._post("/v1/rollout/init", head, until)
 
     async def _closed(self, head: RolloutHead, until: float) -> None:
-        """Wait until the gateway has closed it. If its server forgot it, or the answer never came, ask again."""
+        """Wait until the gateway has closed it. If its server forgot it, or the answer never came, ask again.
+
+        What a repeat doesn't close has lost turns, or its end after it was delivered: its server has to play it again.
+        """
         loop = asyncio.get_running_loop()
-        due = loop.time() + _ASK_AFTER_S
+        due, asked_again = loop.time() + _ASK_AFTER_S, False
         while await self._rollouts.is_open(head.rollout_id):
             if loop.time() > until:
                 raise PeerSilent(f"{self._server.url} never completed it within {self._config.timeout_s:g} s")
             if loop.time() > due:
                 if not await self._is_at_work(head, until):
+                    if asked_again:
+                        await self._forget(head)
                     await self._init(head, until)
+                    asked_again = True
                 due = loop.time() + _ASK_AFTER_S
             await asyncio.sleep(_LOOK_S)
 

@@ -66,10 +66,8 @@ class RolloutIntake:
     async def settled(self) -> bool:
         """Wait until every rollout is closed; False when asked to stop."""
         while await self._dispatcher.fewer_than(1):
-            left = [head for head in await self._rollouts.still_open() if head.request]
-            if not left:
+            if not await self._dispatcher.ask_lost():
                 return True
-            self._dispatcher.ask(left, again=True)
         return False
 
 
@@ -95,11 +93,14 @@ async def evaluated_rollouts(role: Role, rollouts: Rollouts) -> AsyncGenerator[D
 
 @contextlib.asynccontextmanager
 async def rollout_intake(role: Role) -> AsyncGenerator[RolloutIntake]:
-    """Waits for the peers, requests what an earlier producer left open, and leaves open rollouts open at the end."""
+    """Waits for the peers, requests what an earlier producer left open or the broker opens again by losing its newest
+    writes, and leaves open rollouts open at the end.
+    """
     rollouts = Rollouts.of(role.client, role.keys, role.config)
     async with _dispatcher(role, rollouts) as (dispatcher, is_up):
         if is_up:
-            dispatcher.ask(await rollouts.still_open(), again=True)
+            await dispatcher.ask_lost()
+            dispatcher.look_for_lost()
         yield RolloutIntake(role, rollouts, dispatcher)
 
 

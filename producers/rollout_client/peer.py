@@ -160,6 +160,7 @@ class Answer(msgspec.Struct):
     status: Literal["COMPLETED", "ERROR"]
     error_message: str | None = None
     reward: float | None = None  # of the whole rollout; None: the task decides
+    num_turns: int | None = None  # calls that the gateway answered in it; None: not counted
     metrics: Metrics = msgspec.field(default_factory=Metrics)
     extra_fields: dict[str, Any] | None = None
 

@@ -240,6 +240,18 @@ async def test_the_reward_of_an_answer_goes_to_the_gateway(make_config: MakeConf
     assert sorted(far.rewards, key=str) == [0.5, None]
 
 
+async def test_a_rollout_that_loses_turns_each_time_it_is_played_is_dropped_by_that_name(
+    make_config: MakeConfig, far: FarSide, state: Look
+) -> None:
+    far.keeps_turns = False
+    far.script = lambda _, body: answer(body, num_turns=2)
+    await asyncio.wait_for(produce(await make_config(1)), 60)
+    now = await state()
+    assert (now.dropped, now.reasons, now.exhausted) == (1, {"dropped:turns_lost": 1}, True)
+    [rollout_id] = far.forgotten
+    assert ([body["rollout_id"] for body in far.posted], far.num_turns) == ([rollout_id] * 2, [2, 2])
+
+
 async def test_an_error_is_finished_as_one_and_the_run_goes_on(
     make_config: MakeConfig, far: FarSide, state: Look
 ) -> None:

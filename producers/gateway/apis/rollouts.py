@@ -21,10 +21,17 @@ from sluice.producers.gateway.apis.openapi import errors
 from sluice.producers.gateway.apis.requests import check_can_travel
 from sluice.producers.gateway.chat import alone_in_group
 from sluice.producers.gateway.metrics import Metrics
-from sluice.producers.gateway.refusals import Refusal, closed, unknown
+from sluice.producers.gateway.refusals import Refusal, closed, turns_lost, unknown
 from sluice.producers.gateway.service import Service
 from sluice.producers.gateway.turns import Verdict, trajectories
-from sluice.producers.http.schemas import MAX_ID_LENGTH, MAX_METADATA_BYTES, ROLLOUT_ID, JsonObject, RolloutResponse
+from sluice.producers.http.schemas import (
+    MAX_ID_LENGTH,
+    MAX_METADATA_BYTES,
+    NUM_TURNS,
+    ROLLOUT_ID,
+    JsonObject,
+    RolloutResponse,
+)
 from sluice.producers.http.strict_json import StrictRoute
 
 RewardName = Annotated[str, StringConstraints(pattern=rf"^{REWARD_NAME}$")]
@@ -53,6 +60,7 @@ class FinishRequest(ListedSchema):
         description="Its parts by name, kept in the metadata of the sequence.",
     )
     truth: Any = Field(default=None, description="For the task; null: the truth the rollout was opened with.")
+    num_turns: int | None = Field(default=None, ge=0, description=NUM_TURNS)
 
     @field_validator("truth")
     @classmethod
@@ -139,6 +147,7 @@ class Closing:
     """Ends rollouts: their trajectories are published once, or they are dropped, once.
 
     - COMPLETED publishes; ERROR and CANCELLED drop. A rollout without turns is dropped too.
+    - One with fewer turns than were answered isn't what the agent played: it is refused, and stays open.
     - Repeats are answered with `already`, whoever was first.
     """
 
@@ -146,7 +155,7 @@ class Closing:
         self._rollouts, self._metrics = rollouts, metrics
 
     async def finish(self, rollout_id: str, verdict: Verdict) -> dict[str, Any]:
-        """The answer: what happened. Raises Refusal (404) for an unknown rollout."""
+        """The answer: what happened. Raises Refusal: 404 for an unknown rollout, 409 for one that has lost turns."""
         for _ in range(_MOST_TRIES):
             rollout = await self._rollouts.load(rollout_id)
             if rollout is None:
@@ -155,6 +164,8 @@ class Closing:
             said: dict[str, Any] = {"rollout_id": rollout_id}
             if rollout.state == "closed":
                 return {**said, "already": True}
+            if verdict.final_status == "COMPLETED" and turns < (answered := verdict.num_turns or 0):
+                raise turns_lost(rollout_id, turns, answered)
             reason = _DROPPED.get(verdict.final_status) or (None if turns else "no_turns")
             if reason is not None:
                 word = await self._rollouts.drop(rollout_id, reason)
@@ -193,7 +204,9 @@ class Opened(BaseModel):
 
 def rollout_routes(service: Service) -> APIRouter:
     """Routes of one process."""
-    router = APIRouter(route_class=StrictRoute, tags=["rollouts"], responses=errors(400, 401, 404, 413, 422, 500, 503))
+    router = APIRouter(
+        route_class=StrictRoute, tags=["rollouts"], responses=errors(400, 401, 404, 409, 413, 422, 500, 503)
+    )
     closing = Closing(service.rollouts, service.metrics)
     said: dict[str, Any] = {"response_description": Finished.__doc__, "response_model_exclude_none": True}
 
@@ -201,19 +214,25 @@ def rollout_routes(service: Service) -> APIRouter:
     async def finish(rollout_id: Annotated[str, _ROLLOUT_ID], body: FinishRequest) -> Finished:
         """COMPLETED publishes its tokens for training, once; ERROR and CANCELLED drop them. May be repeated."""
         body.check_fields()
-        verdict = Verdict(final_status=body.final_status, reward=body.total, rewards=body.rewards, truth=body.truth)
+        verdict = Verdict(
+            final_status=body.final_status,
+            reward=body.total,
+            rewards=body.rewards,
+            truth=body.truth,
+            num_turns=body.num_turns,
+        )
         return await _end(rollout_id, verdict)
 
     @router.post("/v1/rollout/completed", summary="A rollout server's callback", **said)
     async def completed(body: RolloutResponse) -> Finished:
         """The callback after `POST /v1/rollout/init` at a rollout server; ends the rollout as `finish` does."""
-        return await _end(body.rollout_id, Verdict(final_status=body.status.value, reward=body.reward))
+        verdict = Verdict(final_status=body.status.value, reward=body.reward, num_turns=body.num_turns)
+        return await _end(body.rollout_id, verdict)
 
     @router.post(
         "/v1/rollouts",
         summary="Open a rollout",
         response_description=Opened.__doc__ or "",
-        responses=errors(409),
     )
     async def opened(body: OpenRequest) -> Opened:
         """Names its group, its place in it, and the truth, before its first call. May be repeated.

@@ -94,7 +94,9 @@ async def refuse_all(http: aiohttp.ClientSession, url: str, paths: list[str]) ->
 
 async def test_the_rollout_server(serve: Serve) -> None:
     async with serve(max_body_mb=1) as server:
-        await refuse_all(server.http, server.url, ["/rollout", "/v1/rollout/init", "/rollout/cancel"])
+        await refuse_all(
+            server.http, server.url, ["/rollout", "/v1/rollout/init", "/rollout/cancel", "/rollout/forget"]
+        )
         _, health = await server.get("/health")
         assert (health["status"], health["in_flight"]) == ("healthy", 0)
 

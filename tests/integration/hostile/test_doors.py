@@ -63,7 +63,7 @@ async def test_a_post_is_json_and_says_so(config: Config, client: Any, serve: Se
     async with serving(config, None) as gateway, serve() as server:
         paths = ("/v1/chat/completions", "/infer/", "/v1/rollout/completed", "/v1/rollout/r-1/finish")
         urls = [gateway.url + path for path in paths]
-        urls += [server.url + path for path in ("/rollout", "/v1/rollout/init", "/rollout/cancel")]
+        urls += [server.url + path for path in ("/rollout", "/v1/rollout/init", "/rollout/cancel", "/rollout/forget")]
         for url in urls:
             for kind in KINDS:
                 headers = {"Content-Type": kind} if kind else {}

@@ -52,6 +52,7 @@ class ScriptedTrainer:
     keys: list[str | None] = field(default_factory=list)
     finished: list[tuple[str, str]] = field(default_factory=list)  # rollout_id, final_status
     rewards: list[float | None] = field(default_factory=list)  # of those that finished
+    num_turns: list[int | None] = field(default_factory=list)  # of those
     completed: list[bytes] = field(default_factory=list)
 
     def honest(self, says: Says, call: dict[str, Any]) -> dict[str, Any]:
@@ -96,6 +97,7 @@ class ScriptedTrainer:
         said = await request.json()
         self.finished.append((request.match_info["id"], said["final_status"]))
         self.rewards.append(said.get("reward"))
+        self.num_turns.append(said.get("num_turns"))
         return web.Response(status=self.finish_with)
 
     async def _completed(self, request: web.Request) -> web.Response:

@@ -154,6 +154,28 @@ async def test_an_answer_is_not_cancelled(serve: Serve, tools_tokenizer: Any) ->
         assert after["status"] == "success"
 
 
+@pytest.mark.parametrize("path", ["/rollout", "/v1/rollout/init"])
+async def test_an_answer_that_is_forgotten_is_played_again_and_a_running_rollout_is_not(
+    serve: Serve, tools_tokenizer: Any, path: str
+) -> None:
+    gate = asyncio.Event()
+    async with ScriptedTrainer(tools_tokenizer, [gated(gate)]).serving() as trainer, serve() as served:
+        for count in (1, 2):
+            post = asyncio.create_task(served.post(path, a_request(trainer.url)))
+            await eventually(lambda count=count: _true(len(trainer.calls) == count), "the call")
+            assert (await served.post("/rollout/forget", {"rollout_id": "r-1"}))[1]["status"] == "running"
+            gate.set()
+            await post
+            await eventually(lambda: _forgotten(served), "the answer to be forgotten, once it is delivered")
+            gate.clear()
+        assert trainer.finished == [("r-1", "COMPLETED")] * 2
+        assert len(trainer.completed) == (2 if path == "/v1/rollout/init" else 0)
+
+
+async def _forgotten(served: Served) -> bool:
+    return (await served.post("/rollout/forget", {"rollout_id": "r-1"}))[1]["status"] == "unknown"
+
+
 async def test_a_caller_that_leaves_and_comes_back_gets_its_answer(serve: Serve, tools_tokenizer: Any) -> None:
     gate = asyncio.Event()
     async with ScriptedTrainer(tools_tokenizer, [gated(gate)]).serving() as trainer, serve() as served:

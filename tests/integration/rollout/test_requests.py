@@ -74,7 +74,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("path", ["/rollout", "/v1/rollout/init", "/rollout/cancel"])
+@pytest.mark.parametrize("path", ["/rollout", "/v1/rollout/init", "/rollout/cancel", "/rollout/forget"])
 async def test_a_body_that_is_no_json_is_refused(serve: Serve, path: str) -> None:
     async with serve() as served:
         for name, body in ODD.items():

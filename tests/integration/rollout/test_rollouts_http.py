@@ -34,7 +34,7 @@ async def test_a_rollout_with_a_tool_call(serve: Serve, tools_tokenizer: Any) ->
         assert {tool["function"]["name"] for tool in first["tools"]} == {"add", "subtract", "multiply", "divide"}
         assert (first["model"], first["rollout_id"], first["top_k"], first["logprobs"]) == ("default", "r-1", 7, True)
         assert trainer.keys == ["Bearer sk-1"] * 2
-        assert trainer.finished == [("r-1", "COMPLETED")]
+        assert (trainer.finished, trainer.num_turns, answer["num_turns"]) == ([("r-1", "COMPLETED")], [2], 2)
 
 
 async def test_the_worked_example_over_http(serve: Serve, words_tokenizer: Any) -> None:
