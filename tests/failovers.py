@@ -34,6 +34,12 @@ class Servers:
         self._processes[port].wait(10)
         self._launch(port)
 
+    def start_ended(self) -> None:
+        """What supervises servers starts those that ended by themselves, as a replica does whose disk is full."""
+        for port, process in self._processes.items():
+            if process.poll() is not None:
+                self._launch(port)
+
     def ask(self, port: int, *words: Any) -> Any:
         """One command to one server, without following a redirection."""
         with redis.Redis(self.address, port, password=PASSWORD, socket_timeout=5) as client:
@@ -63,8 +69,18 @@ class Servers:
                     return
             except (redis.RedisError, OSError):
                 pass
-            assert time.monotonic() < until, f"waited for {cause}"
+            assert time.monotonic() < until, f"waited for {cause}: {self._states()}"
             time.sleep(0.05)
+
+    def _states(self) -> dict[int, Any]:
+        """What each says of its replication, or how it ended."""
+        found = dict[int, Any]()
+        for port, process in self._processes.items():
+            try:
+                found[port] = process.poll() or self.info(port)
+            except (redis.RedisError, OSError) as error:
+                found[port] = error
+        return found
 
     def close(self) -> None:
         for process in self._processes.values():

@@ -29,6 +29,7 @@ from sluice.pipeline.broker.retry import (
     PatientSentinelPool,
     SlotPrimary,
     UntilRetry,
+    cause_of,
 )
 from sluice.pipeline.config.load import hide_password
 from sluice.pipeline.config.types import BrokerConfig
@@ -146,7 +147,7 @@ def ping(config: BrokerConfig, run: str = "") -> dict[str, Any]:
     except (RedisError, OSError) as error:
         advice = "start it" if config.url else "if its run has ended, start one with `sluice broker` or `sluice up`"
         raise BrokerSilent(
-            f"{url}: the broker does not answer ({error}); {advice}, or set REDIS_URL to a running one"
+            f"{url}: the broker does not answer ({cause_of(error)}); {advice}, or set REDIS_URL to a running one"
         ) from error
     version = str(facts.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):

@@ -29,6 +29,8 @@ from contextvars import ContextVar
 from typing import Any, cast
 
 import redis
+import redis.asyncio.sentinel
+import redis.sentinel
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import SentinelConnectionPool
@@ -49,6 +51,7 @@ from sluice.pipeline.broker.append_only import could_not_write
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.keys import Keys
 
+_NO_PRIMARY = (redis.sentinel.MasterNotFoundError, redis.asyncio.sentinel.MasterNotFoundError)
 TRANSIENT: list[type[Exception]] = [
     redis.ConnectionError,
     redis.TimeoutError,
@@ -128,7 +131,7 @@ class UntilRetry(Retry):
                     else:
                         _forget_wait(call)
                         if for_s > 0 and time.monotonic() - began >= _SAY_AFTER_S:
-                            _say("waiting for the broker", error=str(error), at_most_s=for_s)
+                            _say("waiting for the broker", error=cause_of(error), at_most_s=for_s)
                 failures += 1
                 await asyncio.sleep(self._backoff.compute(failures))  # type: ignore[no-untyped-call]
         finally:
@@ -284,6 +287,16 @@ class _Room:
 
 
 _room = _Room()
+
+
+def cause_of(error: Exception) -> str:
+    """What it says, for a reader; that of a Sentinel client shows objects, and the Sentinel that it asked first."""
+    if isinstance(error, _NO_PRIMARY):
+        return (
+            "the Sentinels name no primary that is up: a failover may be under way, its disk may be full (it then "
+            "refuses their PING), or broker.sentinel_master is another name than theirs"
+        )
+    return str(error)
 
 
 def _is_full(error: Exception) -> bool:

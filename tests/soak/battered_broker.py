@@ -127,6 +127,7 @@ class ReplicatedBroker:
         self._servers.wait("the replica to be in step", self._is_in_step)
 
     def _is_in_step(self) -> bool:
+        self._servers.start_ended()
         states = [self._servers.info(port) for port in self._servers.data_ports]
         followers = [state for state in states if state["role"] == "slave"]
         return len(followers) == 1 and followers[0]["master_link_status"] == "up"

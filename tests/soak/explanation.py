@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 import redis
 
+from sluice.pipeline.broker.retry import cause_of
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.status.inspection import look_twice
 from sluice.pipeline.status.report import why_text
@@ -36,6 +37,8 @@ from tests.soak.adversary import Blow
 SOON_S = 10.0
 AFTERMATH_S = 40.0  # of a fault: its victims start, load and beat again
 _SILENT = "broker_silent"  # no stall of a snapshot: the broker didn't answer
+_NO_PRIMARY = "no_primary"  # nor is this: Sentinels count one as down that refuses their PING, as its disk is full
+_SAID_THEN = "the Sentinels name no primary that is up"
 _APART_S = 0.7
 _PAUSE_S = 0.5
 _LOADS = {WaitKind.ENGINE, WaitKind.MODEL, WaitKind.TOKENIZER, WaitKind.CHECKPOINT, WaitKind.FORWARD_PROOF}
@@ -49,9 +52,9 @@ _GONE: dict[str, frozenset[str]] = {  # role → what its absence is called
 }
 _ALL_GONE = frozenset[str]().union(*_GONE.values()) | {"no_process"}
 _OF_ALL: dict[str, frozenset[str]] = {
-    "kill broker": _ALL_GONE | {_SILENT},
-    "stop broker": _ALL_GONE | {_SILENT},
-    "fill broker": _ALL_GONE | {"broker_read_only"},
+    "kill broker": _ALL_GONE | {_SILENT, _NO_PRIMARY},
+    "stop broker": _ALL_GONE | {_SILENT, _NO_PRIMARY},
+    "fill broker": _ALL_GONE | {"broker_read_only", _NO_PRIMARY},
     "fill run": _ALL_GONE | {"process_failed"},
     "poison job": _GONE["worker"] | {"process_failed"},
 }
@@ -138,12 +141,12 @@ def _judge_standstill(found: Findings, still: Sequence[Look], blows: Sequence[Bl
 
 
 def _judge_name(found: Findings, looks: Sequence[Look], blows: Sequence[Blow], blow: Blow) -> None:
-    kind, until = _must_be_named(blow), blow.began + SOON_S
+    kinds, until = _must_be_named(blow), blow.began + SOON_S
     ended = blow.ended if blow.ended is not None else blow.began
-    if kind is None or ended < until + 1 or not any(look.ended > until for look in looks):
+    if not kinds or ended < until + 1 or not any(look.ended > until for look in looks):
         return
     for look in looks:
-        names = {name for one, name, _ in look.stalls if one == kind}
+        names = {name for kind, name, _ in look.stalls if kind in kinds}
         if look.began >= blow.began and look.ended <= until + 1 and names & {*blow.names, None}:
             found.named += 1
             found.name_s.append(look.ended - blow.began)
@@ -160,15 +163,19 @@ def _judge_name(found: Findings, looks: Sequence[Look], blows: Sequence[Blow], b
         return
     near = [look for look in looks if blow.began <= look.began <= until + 2]
     about = _about(near[-1], blows) if near else "no look"
-    found.problems.append(f"#{blow.fault.number} {blow.fault.kind} {blow.hit} not named as {kind}:\n{about}")
+    found.problems.append(
+        f"#{blow.fault.number} {blow.fault.kind} {blow.hit} not named as {' or '.join(kinds)}:\n{about}"
+    )
 
 
-def _must_be_named(blow: Blow) -> str | None:
+def _must_be_named(blow: Blow) -> tuple[str, ...]:
+    """By one of these; empty: by none."""
     if blow.fault.kind == "fill broker":
-        return "broker_read_only"
+        return "broker_read_only", _NO_PRIMARY
     if blow.fault.kind == "stop broker":
-        return _SILENT
-    return _CERTAIN.get(blow.fault.role) if blow.fault.verb in _TAKES_AWAY else None
+        return _SILENT, _NO_PRIMARY
+    certain = _CERTAIN.get(blow.fault.role)
+    return (certain,) if certain and blow.fault.verb in _TAKES_AWAY else ()
 
 
 def _near(blows: Sequence[Blow], look: Look) -> list[Blow]:
@@ -251,7 +258,8 @@ class Asker(threading.Thread):
             try:
                 why = look_twice(config, _APART_S)
             except (BrokerError, redis.RedisError, OSError) as error:
-                self.looks.append(Look(began, time.monotonic(), [(_SILENT, None, True)], text=f"{error!r}"))
+                kind = _NO_PRIMARY if _SAID_THEN in cause_of(error) else _SILENT
+                self.looks.append(Look(began, time.monotonic(), [(kind, None, True)], text=f"{error!r}"))
                 continue
             except BaseException as error:
                 self.error = error

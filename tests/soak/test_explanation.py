@@ -41,6 +41,8 @@ def test_a_cause_that_no_fault_has_is_a_problem() -> None:
     wrong = ("broker_read_only", None, True)
     assert "named, and no fault of then has it" in judge([look(5, wrong)], []).problems[0]
     assert judge([look(108, wrong)], [blow("fill broker", "broker")]).problems == []
+    assert judge([look(108, ("no_primary", None, True))], [blow("fill broker", "broker")]).problems == []
+    assert len(judge([look(108, ("broker_silent", None, True))], [blow("fill broker", "broker")]).problems) == 1
     assert judge([look(5, ("runs_alone", None, False), count=1)], []).problems == []
 
 
