@@ -167,7 +167,7 @@ class Verdict:
         self.memory["after"] = broker.used_memory()
         broker.restart()
         self.memory["after_restart"] = broker.used_memory()
-        kept = MANIFEST_ALLOWANCE * min(self.end.latest_version + 1, self._stack.config.weights.retention)
+        kept = MANIFEST_ALLOWANCE * min((self.end.latest_version or 0) + 1, self._stack.config.weights.retention)
         assert self.memory["after_restart"] <= before + kept + DATA_ALLOWANCE, (self.memory, self._largest())
         assert self.memory["after"] <= before + kept + SERVER_ALLOWANCE, self.memory
 
