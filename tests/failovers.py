@@ -35,7 +35,7 @@ class Servers:
         self._launch(port)
 
     def start_ended(self) -> None:
-        """What supervises servers starts those that ended by themselves, as a replica does whose disk is full."""
+        """Start those that have ended, as what supervises servers would."""
         for port, process in self._processes.items():
             if process.poll() is not None:
                 self._launch(port)

@@ -149,8 +149,14 @@ class Adversary:
         began = time.monotonic()
         if fault.verb == "fill":
             disk = self._on_site.disks[fault.role]
+
+            def free() -> None:
+                disk.free()
+                if fault.role == _BROKER:
+                    self._broker.start_ended()
+
             disk.fill()
-            return Blow(fault, frozenset([fault.role]), "its disk is full", began, disk.free)
+            return Blow(fault, frozenset([fault.role]), "its disk is full", began, free)
         broker = self._broker
         blow, heal = (broker.kill, broker.start) if fault.verb == "kill" else (broker.stall, broker.resume)
         blow()

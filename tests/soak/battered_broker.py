@@ -72,6 +72,9 @@ class BatteredBroker(KillableBroker):
         self._process.wait(_READY_S)
         self.start()
 
+    def start_ended(self) -> None:
+        """A single server lives on while its disk is full."""
+
     def used_memory(self) -> int:
         """Bytes."""
         return self._ask(lambda client: client.info("memory")["used_memory"])
@@ -115,6 +118,10 @@ class ReplicatedBroker:
         """SIGCONT; returns when both are in step."""
         self._servers.signal(self._hit, signal.SIGCONT)
         self._in_step()
+
+    def start_ended(self) -> None:
+        """Those that ended by themselves, as nodes of a cluster do that can't write what they know of it."""
+        self._servers.start_ended()
 
     def used_memory(self) -> int:
         """Bytes, of the primary."""
