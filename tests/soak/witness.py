@@ -43,11 +43,12 @@ class Witness(threading.Thread):
                 with self._stack.client() as client:
                     while not self._end.wait(_LOOK_S):
                         self._take(look(client, self._stack.keys))
+                        self.error = None
                         if time.monotonic() > due:
                             self._compare(self._stack.digests())
                             due = time.monotonic() + _VERSIONS_S
-            except (redis.ConnectionError, redis.TimeoutError, OSError):
-                continue  # the broker is down: that is part of the plan
+            except (redis.RedisError, OSError) as error:
+                self.error = error  # the broker is down, or its cluster: part of the plan, if it passes
             except BaseException as error:
                 self.error = error
                 raise
