@@ -94,7 +94,7 @@ class Keys:
         # together (that do), moved (the attempt that got on), blames:<owner>, d:<index> (done), p and p:<index> (tokens
         # of stored progress), far:<index>, log (queue/live_jobs.py)
         self.job_state = f"{self.prefix}job:"
-        # string: where the last sweep for jobs without a place in the queue ended; + :turn → lock of the sweep
+        # string: where the last sweep for jobs without a place in the queue ended, expires; + :turn → its lock
         self.sweep = f"{self.prefix}sweep"
         self.aborts = f"{self.prefix}aborts"  # zset, on a cluster: in place of ARQ_ABORT
         self.progress = f"{self.prefix}progress:"  # + job id + : + index → pieces of a running sequence

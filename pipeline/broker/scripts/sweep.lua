@@ -17,7 +17,7 @@ for _, key in ipairs(found[2]) do
   end
 end
 if found[1] ~= '0' then
-  redis.call('SET', sweep, found[1])
+  redis.call('SET', sweep, found[1], 'PX', 3600000) -- the last workers of a run leave it
   return { ended, 0 }
 end
 redis.call('DEL', sweep)

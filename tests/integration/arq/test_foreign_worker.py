@@ -80,3 +80,10 @@ async def test_the_caller_of_a_job_that_was_taken_is_told(client: Redis, foreign
     await swept(queue)
     with pytest.raises(JobFailed, match="taken_by_foreign_worker"):
         await Job(f"{keys.run}:a", foreign, keys.jobs, foreign.job_deserializer).result()
+
+
+async def test_what_a_look_left_behind_goes_by_itself(client: Redis, keys: Keys) -> None:
+    await client.mset({f"{keys.prefix}filler:{number}": 1 for number in range(200)})
+    assert await JobQueue(client, keys).sweep(60, keys_at_once=1) == (0, False)
+    assert 0 < await client.pttl(keys.sweep) <= 3_600_000
+    assert 0 < await client.pttl(f"{keys.sweep}:turn")
