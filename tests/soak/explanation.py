@@ -38,7 +38,9 @@ SOON_S = 10.0
 AFTERMATH_S = 40.0  # of a fault: its victims start, load and beat again
 _SILENT = "broker_silent"  # no stall of a snapshot: the broker didn't answer
 _NO_PRIMARY = "no_primary"  # nor is this: Sentinels count one as down that refuses their PING, as its disk is full
-_SAID_THEN = "the Sentinels name no primary that is up"
+_ENDED = "broker_ended"  # nor this: a cluster's node ends if it can't write down what it knows of the cluster
+_SAID_THEN = {"the Sentinels name no primary that is up": _NO_PRIMARY, "Error 111 connecting": _ENDED}
+_NO_SERVER = {_SILENT, *_SAID_THEN.values()}
 _APART_S = 0.7
 _PAUSE_S = 0.5
 _LOADS = {WaitKind.ENGINE, WaitKind.MODEL, WaitKind.TOKENIZER, WaitKind.CHECKPOINT, WaitKind.FORWARD_PROOF}
@@ -52,9 +54,9 @@ _GONE: dict[str, frozenset[str]] = {  # role → what its absence is called
 }
 _ALL_GONE = frozenset[str]().union(*_GONE.values()) | {"no_process"}
 _OF_ALL: dict[str, frozenset[str]] = {
-    "kill broker": _ALL_GONE | {_SILENT, _NO_PRIMARY},
-    "stop broker": _ALL_GONE | {_SILENT, _NO_PRIMARY},
-    "fill broker": _ALL_GONE | {"broker_read_only", _NO_PRIMARY},
+    "kill broker": _ALL_GONE | _NO_SERVER,
+    "stop broker": _ALL_GONE | _NO_SERVER,
+    "fill broker": _ALL_GONE | {"broker_read_only", _NO_PRIMARY, _ENDED},
     "fill run": _ALL_GONE | {"process_failed"},
     "poison job": _GONE["worker"] | {"process_failed"},
 }
@@ -171,9 +173,9 @@ def _judge_name(found: Findings, looks: Sequence[Look], blows: Sequence[Blow], b
 def _must_be_named(blow: Blow) -> tuple[str, ...]:
     """By one of these; empty: by none."""
     if blow.fault.kind == "fill broker":
-        return "broker_read_only", _NO_PRIMARY
+        return "broker_read_only", _NO_PRIMARY, _ENDED
     if blow.fault.kind == "stop broker":
-        return _SILENT, _NO_PRIMARY
+        return tuple(_NO_SERVER)
     certain = _CERTAIN.get(blow.fault.role)
     return (certain,) if certain and blow.fault.verb in _TAKES_AWAY else ()
 
@@ -258,7 +260,7 @@ class Asker(threading.Thread):
             try:
                 why = look_twice(config, _APART_S)
             except (BrokerError, redis.RedisError, OSError) as error:
-                kind = _NO_PRIMARY if _SAID_THEN in cause_of(error) else _SILENT
+                kind = next((kind for words, kind in _SAID_THEN.items() if words in cause_of(error)), _SILENT)
                 self.looks.append(Look(began, time.monotonic(), [(kind, None, True)], text=f"{error!r}"))
                 continue
             except BaseException as error:
