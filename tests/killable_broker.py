@@ -6,6 +6,7 @@ import random
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +73,7 @@ class KillableBroker:
             "yes",
         ]
         self._process: subprocess.Popen[bytes] | None = None
+        self._turn = threading.Lock()  # one thread may kill what another one is starting
 
     @property
     def url(self) -> str:
@@ -79,8 +81,11 @@ class KillableBroker:
         return f"redis://{self.address}:{self.port}/0"
 
     def start(self) -> None:
-        command = self._wrap([find_server(), *self._options])
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        """If it isn't running: a second process would find its port taken, and hide the first from `kill`."""
+        with self._turn:
+            if self._process is None or self._process.poll() is not None:
+                command = self._wrap([find_server(), *self._options])
+                self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def signal(self, number: int) -> None:
         """SIGSTOP stalls it, SIGCONT lets it go on."""
@@ -88,7 +93,8 @@ class KillableBroker:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        if self._process:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait(60)
-            self._process = None
+        with self._turn:
+            if self._process:
+                self._process.send_signal(signal.SIGKILL)
+                self._process.wait(60)
+                self._process = None
