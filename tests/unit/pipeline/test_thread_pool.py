@@ -110,10 +110,14 @@ async def test_the_clock_starts_with_the_work() -> None:
 
 
 async def test_callers_that_leave_make_no_more_threads() -> None:
-    pool, gate = ThreadPool("render", 2), threading.Event()
-    calls = [asyncio.create_task(pool.run(gate.wait, timeout_s=30, what="it")) for _ in range(40)]
-    while pool.busy < 2:  # noqa: ASYNC110 - a thread begins by itself
-        await asyncio.sleep(0.001)
+    pool, begun, gate = ThreadPool("render", 2), threading.Barrier(3), threading.Event()
+
+    def work() -> None:
+        begun.wait(60)
+        gate.wait()
+
+    calls = [asyncio.create_task(pool.run(work, timeout_s=120, what="it")) for _ in range(40)]
+    await asyncio.to_thread(begun.wait, 60)  # a thread that has begun nothing when its callers leave would be idle
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
