@@ -45,6 +45,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     tiers.tally(terminalreporter, time.monotonic() - _started)
 
 
+@pytest.hookimpl(trylast=True)  # after the progress of the report's own line
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    tiers.say_failed(report)
+
+
 @pytest.fixture(autouse=True)
 def _logs() -> None:
     """What an earlier test of this process asked of the logs, such as errors alone, ends with it."""

@@ -78,6 +78,7 @@ TIERS = {
 _RUNS = ("chaos/", "hosts/", "e2e/")  # tests of whole runs
 _RUN_S = 900  # for one of them: each of its waits has a deadline of its own
 _ONE_ENGINE = {"vllm", "guarded_vllm", "backend", "guarded"}  # fixtures that start a vLLM for the whole session
+_SHOWN_LINES = 25  # of a failure, when it happens
 _COUNTED = ("failed", "passed", "skipped", "deselected", "xfailed", "error")
 
 
@@ -105,6 +106,13 @@ def say_left_out(terminal: pytest.TerminalReporter, chosen: str) -> None:
     for name, tier in TIERS.items():
         if f"not {name}" in chosen:
             terminal.write_line(f"left out: {name} ({tier.what}): {tier.command}")
+
+
+def say_failed(report: pytest.TestReport) -> None:
+    """Print a failure when it happens: of a run that is cut off, nothing is printed at its end."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        last = report.longreprtext.splitlines()[-_SHOWN_LINES:]
+        print(f"\n{report.when} of {report.nodeid} failed:", *last, sep="\n  ", file=sys.__stdout__, flush=True)
 
 
 def tally(terminal: pytest.TerminalReporter, seconds: float) -> None:
