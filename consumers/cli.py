@@ -47,10 +47,9 @@ def train(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     """
     import asyncio
 
-    from sluice.consumers.training.ranks.launch import launch, told_to_launcher, under_launcher
-    from sluice.consumers.training.ranks.sharding import wants_ranks
-    from sluice.consumers.training.trainer import train as run
+    from sluice.consumers.training.ranks.launch import launch, told_to_launcher, under_launcher, wants_ranks
     from sluice.pipeline.config import load_config
+    from sluice.pipeline.run.imports import import_slow
     from sluice.pipeline.run.supervisor import sluice_command
 
     settings = load_config(config, overrides)
@@ -59,6 +58,9 @@ def train(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
         launch(settings, sluice_command("train", *given, *(word for one in overrides for word in ("--set", one))))
         return
     with told_to_launcher():
+        import_slow("sluice.consumers.training.trainer")
+        from sluice.consumers.training.trainer import train as run
+
         asyncio.run(run(settings))
 
 
@@ -110,6 +112,9 @@ def audit(
     directory = find_run(run, given)
     settings = stored_config(directory, given, overrides)
 
+    from sluice.pipeline.run.imports import import_slow
+
+    import_slow("sluice.consumers.audit.audit")
     from sluice.consumers.audit.audit import audit_run
     from sluice.consumers.audit.report import print_report
     from sluice.pipeline.terminal import print_json
@@ -184,12 +189,14 @@ def replay(
 
     from sluice.pipeline import logs
     from sluice.pipeline.errors import ConfigError
+    from sluice.pipeline.run.imports import import_slow
 
     if not 0 < tolerance < float("inf") or tokens < 0 or (version is not None and version < 0):
         raise ConfigError("--tolerance must be above 0, --tokens and --version at least 0")
     directory, settings = _run_of(sequence, run, config, overrides)
     logs.configure("replay", logging.WARNING)
 
+    import_slow("sluice.consumers.audit.replay")
     from sluice.consumers.audit.replay import print_replay, replay_sequence
     from sluice.pipeline.terminal import print_json
 
@@ -247,12 +254,14 @@ def try_(
     from sluice.pipeline import logs
     from sluice.pipeline.config import load_config
     from sluice.pipeline.errors import ConfigError, DataError
+    from sluice.pipeline.run.imports import import_slow
     from sluice.pipeline.terminal import print_json
 
     if rows < 1 or (answers is not None and answers < 1):
         raise ConfigError("--rows and --answers must be at least 1")
     settings = load_config(config, [*overrides, *overriding(reward, model=model, data=data)])
     logs.configure("task-try", logging.WARNING)
+    import_slow()
     tried = try_rows(settings, rows, answers)
     if as_json:
         print_json(tried)

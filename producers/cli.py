@@ -75,9 +75,12 @@ def rollout_server(
     import sys
 
     from sluice.pipeline.config import load_config
+    from sluice.pipeline.run.imports import import_slow
     from sluice.producers.agents.server import serve_rollouts
 
-    stopped_by = asyncio.run(serve_rollouts(load_config(config, overrides), index))
+    settings = load_config(config, overrides)
+    import_slow()
+    stopped_by = asyncio.run(serve_rollouts(settings, index))
     if stopped_by is not None:
         sys.exit(128 + stopped_by)
 
@@ -118,6 +121,7 @@ def try_(
     from sluice.pipeline import logs
     from sluice.pipeline.config import load_config
     from sluice.pipeline.errors import ConfigError
+    from sluice.pipeline.run.imports import import_slow
     from sluice.producers.agents.trial import Trial, TryOptions
 
     settings = load_config(config, [*overrides, *overriding(model=model)])
@@ -128,6 +132,7 @@ def try_(
     if image and prompt is None:
         raise ConfigError("--image is shown with a message; pass --prompt too")
     logs.configure("rollout-try", logging.WARNING)
+    import_slow()
     options = TryOptions(system=system, temperature=temperature, max_tokens=max_tokens, max_turns=max_turns, seed=seed)
     with Trial(settings, options) as trial:
         well = trial.say(prompt, image) if prompt is not None else True

@@ -24,17 +24,14 @@ gives every replica of a service the same devices; the locks are files in a dire
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import fcntl
-import gc
 import math
 import os
 import signal
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -316,22 +313,6 @@ async def _leave_taking() -> AsyncGenerator[list[StatusReporter]]:
         raise
     for status in leaves:
         await status.farewell()
-
-
-async def import_in_thread(*modules: str) -> None:
-    """Import what takes seconds, such as torch, while the loop sends heartbeats.
-
-    The garbage collector is off meanwhile, and leaves alone what is there afterwards: half a million objects that stay.
-    Looking at them would take a fifth of the import's CPU time, and most of every full collection later on.
-    """
-    gc.disable()
-    try:
-        for module in modules:
-            await asyncio.to_thread(import_module, module)
-        gc.freeze()
-    finally:
-        gc.enable()
-        atexit.register(gc.unfreeze)  # or extension modules report what they think is leaked
 
 
 def default_name(role: str) -> str:

@@ -31,6 +31,7 @@ from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.http.middleware import OPEN_PATHS, BearerAuth, BodyLimit, HostGate, JsonOnly
 from sluice.pipeline.http.server import serve
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.run.imports import import_slow
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.thread_pool import lost_threads
 from sluice.pipeline.wire.waits import WaitKind
@@ -59,6 +60,8 @@ async def gateway(config: Config, index: int = 0, stop: asyncio.Event | None = N
     """Serve until asked to stop, by a signal or by the given event."""
     async with role_process(config, "gateway", default_name("gateway"), stop) as role:
         port = config.gateway.port + index if config.gateway.port else 0
+        role.status.waiting(WaitKind.TOKENIZER, config.model.path)
+        await asyncio.to_thread(import_slow)
         await run_gateway(role, port, lambda port: get_logger().info("gateway ready", port=port))
 
 

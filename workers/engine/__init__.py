@@ -16,6 +16,7 @@ The names below belong to the offline engine; they are imported on first use, be
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -58,10 +59,10 @@ __all__ = [
 
 async def import_engines(worker: WorkerConfig) -> None:
     """Those of this configuration, in a thread; no other is imported."""
-    from sluice.pipeline.run.role import import_in_thread
+    from sluice.pipeline.run.imports import import_slow
 
     names = (worker.backend, worker.fallback_backend)
-    await import_in_thread(*(f"{__name__}.{name}" for name in names if name))
+    await asyncio.to_thread(import_slow, *(f"{__name__}.{name}" for name in names if name))
 
 
 def __getattr__(name: str) -> Any:

@@ -241,7 +241,10 @@ class Decoding:
 
 def _engine(settings: GenerateSettings, folder: Path) -> GenerationEngine:
     from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
-    from sluice.workers.engine.generation_engine import GenerationEngine  # torch is slow to load
+    from sluice.pipeline.run.imports import import_slow
+
+    import_slow()
+    from sluice.workers.engine.generation_engine import GenerationEngine
     from sluice.workers.engine.requests import ModelLoadConfig
 
     model = msgspec.structs.asdict(settings.model)

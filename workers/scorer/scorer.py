@@ -27,6 +27,7 @@ from sluice.pipeline.errors import RequestError, WeightsError
 from sluice.pipeline.images.store import ImageStore, admit_images, images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.scores import ScoreJobs, TakenJob, refusal
+from sluice.pipeline.run.imports import import_slow
 from sluice.pipeline.run.role import Role, default_name, role_process, use_free_gpus
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.messages import REFERENCE_DIRECTORY, ScoreJob, ScoreResult, WeightVersion
@@ -68,7 +69,8 @@ async def serve_scores(config: Config, stop: asyncio.Event | None = None) -> Non
 async def _serve(config: Config, name: str, stop: asyncio.Event | None) -> None:
     async with role_process(config, "scorer", name, stop) as role:
         role.status.waiting(WaitKind.MODEL, config.model.path)
-        from sluice.workers.scorer.model import VersionedModel  # imports torch: after the GPU was chosen
+        await asyncio.to_thread(import_slow)  # after the GPU was chosen
+        from sluice.workers.scorer.model import VersionedModel
 
         model = await asyncio.to_thread(VersionedModel, config)
         get_logger().info("scorer ready", device=model.facts.device, dtype=model.facts.dtype)

@@ -25,11 +25,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from sluice.pipeline.child_process import tethered
-from sluice.pipeline.config.types import Config
+from sluice.pipeline.config.types import Config, FsdpConfig
 from sluice.pipeline.errors import ConfigError, DataError, ModelError, RankLost, SluiceError, first_cause
 from sluice.pipeline.files import write_atomic
 
 _OF_EVERY_START = (ConfigError.exit_code, DataError.exit_code, ModelError.exit_code)
+
+
+def wants_ranks(config: Config) -> bool:
+    """Whether the configuration asks for a process group, even of one."""
+    return max(config.trainer.ranks, config.trainer.tensor_parallel) > 1 or config.trainer.fsdp != FsdpConfig()
 
 
 def launch(config: Config, command: Sequence[str]) -> None:

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from sluice.consumers.training.model import device_of
 from sluice.consumers.training.ranks.group import Ranks
+from sluice.consumers.training.ranks.launch import wants_ranks
 from sluice.consumers.training.shards import like, whole
 from sluice.pipeline.config.types import Config, FsdpConfig
 from sluice.pipeline.errors import ConfigError, how_to_install
@@ -81,11 +82,6 @@ def started_sharded(environ: Mapping[str, str]) -> bool:
                 f"accelerate's configuration uses a feature that the trainer does not support; set {instead} ({_GUIDE})"
             )
     return True
-
-
-def wants_ranks(config: Config) -> bool:
-    """Whether the configuration asks for a process group, even of one."""
-    return max(config.trainer.ranks, config.trainer.tensor_parallel) > 1 or config.trainer.fsdp != FsdpConfig()
 
 
 def passes_in_half(config: Config, environ: Mapping[str, str]) -> bool:

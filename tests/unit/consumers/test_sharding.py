@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from sluice.consumers.training import checkpoint
 from sluice.consumers.training.model import probe_score
+from sluice.consumers.training.ranks.launch import wants_ranks
 from sluice.consumers.training.ranks.sharding import (
     keep_model_whole,
     keep_optimizer_whole,
     sharding,
     started_by_torchrun,
     started_sharded,
-    wants_ranks,
 )
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config import load_config

@@ -1,15 +1,12 @@
-"""What a process notes of its own start, and the collector that leaves alone what was imported."""
+"""What a process notes of its own start."""
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import time
 
-import pytest
-
-from sluice.pipeline.run.role import StartTimes, import_in_thread
+from sluice.pipeline.run.role import StartTimes
 
 
 def test_parts_follow_one_another_and_each_counts_once() -> None:
@@ -28,19 +25,3 @@ def test_the_first_part_begins_with_the_process() -> None:
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert 0.3 <= float(done.stdout) <= time.monotonic() - began + 0.05
-
-
-async def test_what_is_imported_is_left_alone_by_the_collector() -> None:
-    before = gc.get_freeze_count()
-    try:
-        await import_in_thread("json", "email.message")
-        assert gc.get_freeze_count() > before
-        assert gc.isenabled()
-    finally:
-        gc.unfreeze()
-
-
-async def test_an_import_that_fails_leaves_the_collector_on() -> None:
-    with pytest.raises(ModuleNotFoundError):
-        await import_in_thread("no_such_module_of_ours")
-    assert gc.isenabled()
