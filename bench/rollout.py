@@ -55,7 +55,7 @@ from sluice.workers.engine.contracts import Backend
 MODEL_NAME = "policy"
 _TOOLS: list[Any] = [{"type": "function", "function": {"name": "multiply"}}]
 _EVERY = GatewayConfig().stream_tokens
-_WARM_PAIRS, _WARM_ROLLOUTS, _WARM_TURNS = 5, 8, 2
+_WARM_PAIRS, _WARM_TURNS = 5, 2
 _AIMS = {
     "added_ms_p50": ("<=", 5.0), "rollouts_vs_direct": (">=", 0.95), "prefix_reused_share": (">=", 0.9),
     "turn_latency_vs_none": ("<=", 0.5), "gateway_vs_vllm_serve": (">=", 1.0),
@@ -72,7 +72,9 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
     pairs: int = 200  # of `added`: one call on each side
     streamed_pairs: int = 40
     call_tokens: int = 32
+    large: bool = True  # the model of `rollouts` and `turns`
     rollouts: int = 100  # at once, and in a round
+    warm_rollouts: int = 8
     rounds: int = 3
     rollout_batch: int = 64  # worker.max_batch; also of `added`
     tool_latency_ms: tuple[int, int] = (10, 100)
@@ -90,9 +92,10 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
     only: tuple[str, ...] = ("added", "rollouts", "turns", "served")
 
     QUICK = {
-        "prompt_words": 8, "pairs": 5, "streamed_pairs": 2, "call_tokens": 8, "rollouts": 6, "rounds": 1,
-        "rollout_batch": 8, "tool_latency_ms": (1, 2), "workers": 2, "conversations": 2, "conversation_turns": 3,
-        "system_words": 40, "reply_words": 4, "turn_tokens": 8, "requests": 8, "concurrency": 4, "request_tokens": 8,
+        "prompt_words": 8, "pairs": 5, "streamed_pairs": 2, "call_tokens": 8, "large": False, "rollouts": 6,
+        "warm_rollouts": 2, "rounds": 1, "rollout_batch": 8, "tool_latency_ms": (1, 2), "workers": 2, "gateways": 1,
+        "conversations": 2, "conversation_turns": 3, "system_words": 40, "reply_words": 4, "turn_tokens": 8,
+        "requests": 8, "concurrency": 4, "request_tokens": 8,
     }  # fmt: skip
 
 
@@ -111,7 +114,7 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     `gateway_vs_vllm_serve`: completion tokens per second, over vLLM's own server (None: see `why_no_vllm`); in
     `served.with_logprobs` the same for requests with logprobs. `took_s`: seconds by part, starts of processes included.
     """
-    small, large = agent_model(HOME), agent_model(HOME, large=True)
+    small, large = agent_model(HOME), agent_model(HOME, large=plan.large)
     measured: dict[str, tuple[Path, Callable[[Plan, Bench], Awaitable[dict[str, Any]]]]] = {
         "added": (small, _added), "rollouts": (large, _rollouts), "turns": (large, _turns), "served": (small, _served),
     }  # fmt: skip
@@ -319,7 +322,7 @@ async def rollouts(
     shown, latencies = replace(renderer, options=ChatTemplateOptions(tools=_TOOLS)), list[float]()
 
     async def one(side: str, number: int) -> float:
-        count = _WARM_ROLLOUTS if number < 0 else plan.rollouts
+        count = plan.warm_rollouts if number < 0 else plan.rollouts
         name = secrets.token_hex(4)
         first = plan.rollouts * (number + 1)  # new ones: workers keep prefixes by their tokens, and from round to round
         texts = [prompt_text(first + at, plan.prompt_words) for at in range(count)]

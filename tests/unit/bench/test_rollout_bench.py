@@ -139,4 +139,4 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> No
     assert (found["turns"], found["num_rollouts"]) == (NUM_TURNS, found["sizes"]["rollouts"])
     assert found["prefix_reused_share"] > found["conversations"]["prefix_reused_share_none"] == 0
     assert found["conversations"]["prefix_reused_share_later_turns"] > 0.5
-    assert left_behind(tmp_path) == ["agent", "agent"]  # the small model and the large one
+    assert left_behind(tmp_path) == ["agent"]
