@@ -25,8 +25,9 @@ from pathlib import Path
 
 import msgspec
 import redis
+from redis.asyncio.sentinel import MasterNotFoundError as AsyncMasterNotFoundError
+from redis.sentinel import MasterNotFoundError
 
-from sluice.pipeline.broker.retry import cause_of
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.status.inspection import look_twice
 from sluice.pipeline.status.report import why_text
@@ -39,8 +40,7 @@ AFTERMATH_S = 40.0  # of a fault: its victims start, load and beat again
 _SILENT = "broker_silent"  # no stall of a snapshot: the broker didn't answer
 _NO_PRIMARY = "no_primary"  # nor is this: Sentinels count one as down that refuses their PING, as its disk is full
 _ENDED = "broker_ended"  # nor this: a cluster's node ends if it can't write down what it knows of the cluster
-_SAID_THEN = {"the Sentinels name no primary that is up": _NO_PRIMARY, "Error 111 connecting": _ENDED}
-_NO_SERVER = {_SILENT, *_SAID_THEN.values()}
+_NO_SERVER = {_SILENT, _NO_PRIMARY, _ENDED}
 _APART_S = 0.7
 _PAUSE_S = 0.5
 _LOADS = {WaitKind.ENGINE, WaitKind.MODEL, WaitKind.TOKENIZER, WaitKind.CHECKPOINT, WaitKind.FORWARD_PROOF}
@@ -244,6 +244,18 @@ def load(path: Path) -> Findings:
     return judge(kept.looks, kept.blows)
 
 
+def absence_of(error: BaseException) -> str:
+    """The kind of stall that a look is which reached no server."""
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, (MasterNotFoundError, AsyncMasterNotFoundError)):
+            return _NO_PRIMARY
+        if isinstance(behind, ConnectionRefusedError):
+            return _ENDED
+        behind = behind.__cause__ or behind.__context__
+    return _SILENT
+
+
 class Asker(threading.Thread):
     """Asks `--why` all the time, as its command does."""
 
@@ -260,8 +272,8 @@ class Asker(threading.Thread):
             try:
                 why = look_twice(config, _APART_S)
             except (BrokerError, redis.RedisError, OSError) as error:
-                kind = next((kind for words, kind in _SAID_THEN.items() if words in cause_of(error)), _SILENT)
-                self.looks.append(Look(began, time.monotonic(), [(kind, None, True)], text=f"{error!r}"))
+                found = [(absence_of(error), None, True)]
+                self.looks.append(Look(began, time.monotonic(), found, text=f"{error!r}"))
                 continue
             except BaseException as error:
                 self.error = error

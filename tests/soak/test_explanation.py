@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+import socket
+from functools import partial
 from pathlib import Path
 
+import pytest
+
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.errors import BrokerError
+from sluice.pipeline.status.inspection import look_twice
+from tests.failovers import Failover
+from tests.killable_broker import free_ports
 from tests.soak.adversary import Blow
-from tests.soak.explanation import Look, judge, load, save
+from tests.soak.explanation import Look, absence_of, judge, load, save
 from tests.soak.plan import Fault
 
 
@@ -84,3 +94,23 @@ def test_a_process_that_loads_explains_only_if_it_was_hit(tmp_path: Path) -> Non
     assert len(judge(still, [kill]).problems) == 1
     save(tmp_path / "evidence.json", still, [kill])
     assert load(tmp_path / "evidence.json") == judge(still, [kill])
+
+
+def what_a_look_meets(**broker: str) -> str:
+    with pytest.raises(BrokerError) as met:
+        look_twice(Config(broker=BrokerConfig(**broker)))
+    return absence_of(met.value)
+
+
+def test_what_a_look_meets_that_reaches_no_server(tmp_path: Path) -> None:
+    assert what_a_look_meets(url=f"redis://127.0.0.1:{free_ports(1)[0]}") == "broker_ended"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert what_a_look_meets(url=f"redis://127.0.0.1:{silent.getsockname()[1]}") == "broker_silent"
+    servers = Failover(tmp_path)
+    try:
+        for port in servers.data_ports:
+            servers.signal(port, signal.SIGKILL)
+        kind = partial(what_a_look_meets, url=servers.url, **servers.settings)
+        servers.wait("the Sentinels to call it down", lambda: kind() == "no_primary")
+    finally:
+        servers.close()
