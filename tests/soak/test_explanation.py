@@ -6,6 +6,7 @@ import signal
 import socket
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,7 +97,7 @@ def test_a_process_that_loads_explains_only_if_it_was_hit(tmp_path: Path) -> Non
     assert load(tmp_path / "evidence.json") == judge(still, [kill])
 
 
-def what_a_look_meets(**broker: str) -> str:
+def what_a_look_meets(**broker: Any) -> str:
     with pytest.raises(BrokerError) as met:
         look_twice(Config(broker=BrokerConfig(**broker)))
     return absence_of(met.value)
