@@ -272,7 +272,7 @@ class Asker(threading.Thread):
             try:
                 why = look_twice(config, _APART_S)
             except (BrokerError, redis.RedisError, OSError) as error:
-                found = [(absence_of(error), None, True)]
+                found: list[tuple[str, str | None, bool]] = [(absence_of(error), None, True)]
                 self.looks.append(Look(began, time.monotonic(), found, text=f"{error!r}"))
                 continue
             except BaseException as error:
