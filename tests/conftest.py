@@ -45,6 +45,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     tiers.tally(terminalreporter, time.monotonic() - _started)
 
 
+@pytest.hookimpl(tryfirst=True)  # before its fixtures
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    tiers.skip_without_time(item, time.time())
+
+
 @pytest.hookimpl(trylast=True)  # after the progress of the report's own line
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     tiers.say_failed(report)

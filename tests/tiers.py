@@ -8,6 +8,7 @@ their own are late.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -106,6 +107,13 @@ def say_left_out(terminal: pytest.TerminalReporter, chosen: str) -> None:
     for name, tier in TIERS.items():
         if f"not {name}" in chosen:
             terminal.write_line(f"left out: {name} ({tier.what}): {tier.command}")
+
+
+def skip_without_time(item: pytest.Item, now: float) -> None:
+    """Leave out a test of the tier `late` that would begin after SLUICE_LATE_UNTIL (seconds since 1970)."""
+    until = float(os.environ.get("SLUICE_LATE_UNTIL") or math.inf)
+    if now > until and item.get_closest_marker("late") is not None:
+        pytest.skip(f"not run, no time was left: {item.nodeid}")  # named, as skips of one place are summed up
 
 
 def say_failed(report: pytest.TestReport) -> None:

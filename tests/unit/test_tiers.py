@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import TIERS, tier_of, total
+from tests.tiers import TIERS, skip_without_time, tier_of, total
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,6 +34,20 @@ def test_the_tests_of_a_file_go_to_one_process(request: pytest.FixtureRequest) -
         assert request.node.nodeid.endswith("@tests/unit/test_tiers.py")
     marks = [mark.args for mark in request.node.iter_markers("xdist_group")]
     assert marks == [("tests/unit/test_tiers.py",)]
+
+
+def test_only_a_late_test_is_left_out_when_no_time_is_left(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = request.node
+    monkeypatch.setenv("SLUICE_LATE_UNTIL", "1000")
+    skip_without_time(item, 2000)
+    item.add_marker("late")
+    skip_without_time(item, 999)
+    with pytest.raises(pytest.skip.Exception, match=f"no time was left: tests/unit/test_tiers.py::{item.name}"):
+        skip_without_time(item, 1001)
+    monkeypatch.delenv("SLUICE_LATE_UNTIL")
+    skip_without_time(item, 1e12)
 
 
 @pytest.mark.parametrize(("failed", "status", "line"), [(0, 0, "15 passed, 1 skipped"), (2, 1, "2 failed, 15 passed")])
