@@ -6,7 +6,7 @@
 |----------------|----------------------------------------------------------------------------|
 | role           | a role process: connect, agree on the contract, heartbeat, signals, exit;  |
 |                | one GPU for each, by a lock of the host                                    |
-| imports        | torch and transformers, without what they take along                         |
+| imports        | torch and transformers, without what they take along                       |
 | supervisor     | starts child processes, restarts those that fail, ends them in order        |
 | stack          | `sluice up` and `run`: broker, every role, progress, to the run's end       |
 | progress_panel | the live panel of `sluice up`                                              |

@@ -2,7 +2,7 @@
 
 transformers imports scikit-learn (with SciPy, pandas and PyArrow), SciPy and boto3 wherever they are installed, for
 generation by a draft model, for losses of object detection and for SageMaker, none of which is used here. That is a
-quarter of the time in which a process starts, so for as long as transformers is imported they are not there. It takes
+fifth or more of the CPU time of a start, so for as long as transformers is imported they are not there. It takes
 them as not installed from then on; whoever else imports them later finds them.
 """
 

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from sluice.consumers.audit.stored import read_sequences
 from sluice.consumers.run_files import ROLLOUTS
 from sluice.demo.tools import demonstrations
+from sluice.pipeline.child_process import tethered
 from tests.chaos.blows import PATIENT
 from tests.chaos.test_policy_run import audit
 from tests.e2e.agents import CALLING, agent_rows
@@ -122,7 +123,7 @@ class Clients:
             "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
         self._processes: dict[str, Process] = {
-            name: stack.spawn(commands[name], name=name, **environ) for name in names
+            name: stack.spawn(tethered(commands[name]), name=name, **environ) for name in names
         }
 
     def all_play(self) -> bool:
