@@ -153,7 +153,10 @@ class TrainerClient:
                 refused = again.error
                 now, wait = self._clock.now(), max(again.after_s, pause * random.uniform(0.75, 1.25))
                 full = again.error.category == "rate_limited"
-                failing_since = None if full else failing_since or now
+                if full:
+                    failing_since = None
+                elif failing_since is None:
+                    failing_since = now
                 patient = failing_since is None or now + wait - failing_since <= patience_s
                 if not patient or now + wait >= until:
                     raise again.error from again

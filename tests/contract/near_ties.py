@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
-from sluice.workers.engine.sampling import stream_keys, uniforms
+from sluice.workers.engine.contracts import SequenceRequest
+from sluice.workers.engine.sampling import keep_top_p, stream_keys, uniforms
 
-MARGIN = 1e-4  # nats between the best two, or probability between a random point and the next token's part
+MARGIN = 1e-4  # nats between the best two, or probability where a token is drawn
 
 
 def assert_same_unless_near_tie(
-    model: Any, request: SequenceRequest, one: SequenceOutput, other: SequenceOutput, margin: float = MARGIN
+    model: Any, request: SequenceRequest, one: Sequence[int], other: Sequence[int], margin: float = MARGIN
 ) -> int:
     """Number of equal tokens; raises AssertionError when they part at a clear choice."""
-    pairs = zip(one.token_ids, other.token_ids, strict=False)
-    at = next((place for place, (left, right) in enumerate(pairs) if left != right), None)
+    at = next((place for place, (left, right) in enumerate(zip(one, other, strict=False)) if left != right), None)
     if at is None:
-        assert one.token_ids == other.token_ids
-        return len(one.token_ids)
-    logits = _logits(model, [*request.prompt_token_ids, *one.token_ids[:at]])
-    apart = _margin(logits, request, at, one.token_ids[at], other.token_ids[at])
-    assert apart <= margin, f"token {at} differs at a margin of {apart}: {one.token_ids[at]}, {other.token_ids[at]}"
+        assert len(one) == len(other)
+        return len(one)
+    logits = _logits(model, [*request.prompt_token_ids, *one[:at]])
+    drawn, possible = {one[at], other[at]}, possible_tokens(logits, request, at, margin)
+    assert drawn <= possible, f"token {at} differs beyond {margin}: {sorted(drawn)}, where {sorted(possible)} may be"
     return at
 
 
@@ -33,11 +33,16 @@ def _logits(model: Any, token_ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([token_ids])).logits[0, -1].double()
 
 
-def _margin(logits: torch.Tensor, request: SequenceRequest, at: int, left: int, right: int) -> float:
-    temperature = request.sampling.temperature
-    if temperature == 0:
-        best = logits.topk(2).values
-        return float(best[0] - best[1])
-    bounds = torch.softmax(logits / temperature, -1).cumsum(-1)
-    point = uniforms(stream_keys([request.seed]), np.array([at], dtype=np.int64))[0]
-    return abs(float(bounds[min(left, right)]) - float(point))
+def possible_tokens(logits: torch.Tensor, request: SequenceRequest, at: int, margin: float) -> set[int]:
+    """What may be drawn where rounding moves logits (vocab,), the random point or the border of the nucleus."""
+    asked = request.sampling
+    assert (asked.top_k, asked.min_p) == (0, 0.0), "rounding at their borders is not known here"
+    if asked.temperature == 0:
+        return set(torch.nonzero(logits >= logits.max() - margin).flatten().tolist())
+    point, found = uniforms(stream_keys([request.seed]), np.array([at], dtype=np.int64))[0], set[int]()
+    for top_p in {asked.top_p, asked.top_p - margin, asked.top_p + margin} if asked.top_p < 1 else {1.0}:
+        kept = keep_top_p(logits[None] / asked.temperature, torch.tensor([[top_p]]))[0]
+        bounds = torch.softmax(kept, -1).cumsum(-1)
+        first, last = torch.searchsorted(bounds, torch.tensor([point - margin, point + margin]), right=True).tolist()
+        found |= {token for token in range(first, last + 1) if token < len(kept) and kept[token].isfinite()}
+    return found

@@ -11,8 +11,9 @@ import pytest
 import redis
 
 from sluice.consumers.training.step_log import read_rollouts, read_steps
+from tests.chaos.blows import resume, stop_while_it_decodes
 from tests.e2e.fixtures import MakeStack
-from tests.e2e.processes import Process
+from tests.e2e.processes import DEADLINE_S, Process
 from tests.e2e.stack import Row, Stack
 from tests.seen_samples import image_files
 from tests.tiny_vision_models import save_tiny_qwen3_vl
@@ -91,8 +92,8 @@ def test_a_policy_run_on_pictures_has_every_number_right_with_updates_within_seq
         model={"path": str(model), "device": "cpu"},
         images={"roots": [str(root)]},
         policy={"enabled": True},
-        producer={"group_size": 4, "samples_per_version": 8, "max_in_flight": 32, "max_staleness": 3},
-        worker={"checkpoint_tokens": 16, "max_batch": 4, "logprobs_mode": "processed"},
+        producer={"group_size": 4, "samples_per_version": 8, "max_in_flight": 48, "max_staleness": 5},
+        worker={"checkpoint_tokens": 16, "max_batch": 4, "logprobs_mode": "processed", "lease_s": 2 * DEADLINE_S},
         sampling={"temperature": 0.8, "max_new_tokens": 80},
         trainer={"learning_rate": 3e-3, "keep_rollouts": None, "freeze_vision": False},
         weights={"retention": 1000},
@@ -102,10 +103,13 @@ def test_a_policy_run_on_pictures_has_every_number_right_with_updates_within_seq
     def start(role: str) -> Process:
         return stack.sluice(role, "-c", str(stack.config_file), PYTHONPATH=str(ROOT))
 
-    roles = {role: start(role) for role in ("train", "score", "consume", "produce")}
-    # So far ahead is the worker then that the first updates come in its midst, however slow a step is.
-    stack.wait(lambda now: now.latest_version == 0 and now.enqueued == 32, "a version, and all jobs that may wait")
-    start("worker")
+    roles = {role: start(role) for role in ("train", "score", "produce", "worker")}
+    # Stopped amid sequences, and far enough ahead that ended ones are older than the trainer's own weights can score.
+    stack.wait(lambda now: now.committed >= 28, "results that nothing is trained on yet")
+    stop_while_it_decodes(stack, roles["worker"])
+    start("consume")
+    stack.wait(lambda now: now.latest_version is not None and now.latest_version >= 2, "two updates")
+    resume(roles["worker"])
     stack.wait(lambda now: now.complete and now.state == "finished", "the end of the run")
     roles["score"].terminate()
     roles["score"].expendable = True
