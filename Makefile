@@ -44,7 +44,7 @@ help: ## List the targets
 	@echo
 	@echo "  Variables: PYTHON TORCH_INDEX_URL VLLM=cpu|gpu|none TEST_PROCS TESTS=path ARGS (see the Makefile)"
 
-setup: ## Fill .venv for development: torch, sluice, the tools, vLLM (about 5 minutes, then nothing)
+setup: ## Fill .venv for development: torch, sluice, the tools, vLLM (about 3 minutes, then nothing)
 	@$(PYTHON) scripts/bootstrap.py dev
 
 demo: ## Run the demo; installs only what it needs (ARGS="--help" for its options)

