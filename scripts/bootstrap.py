@@ -105,7 +105,7 @@ def pip(label, *arguments):
         "--disable-pip-version-check",
         "--no-warn-conflicts",
         "--no-input",
-        "--no-compile",  # a third of these modules is ever imported, and compiled then
+        "--no-compile",  # not half of these modules are ever imported; those are compiled then
     ]
     run(label, [VENV / "bin/python", "-m", "pip", "install", *options, *arguments])
 
