@@ -42,12 +42,14 @@ def test_stored_progress_of_a_killed_worker_is_decoded_on(make_stack: MakeStack,
     assert len(found) == JOBS
     resumed = [result for result in found if result.resumed_tokens]
     assert resumed, f"nothing was decoded on: {[result.resumed_tokens for result in found]}"
-    wanted, model = requests(stack, found), reference(model_dir)
+    wanted, model, compared = requests(stack, found), reference(model_dir), 0
     for result, request, output in zip(found, wanted, uninterrupted(stack, wanted), strict=True):
         same = assert_same_unless_near_tie(model, request, output.token_ids, result.token_ids)
         assert list(result.logprobs[:same]) == pytest.approx(output.logprobs[:same], abs=1e-4)
         if same == len(output.token_ids):
             assert (result.text, result.finish_reason) == (output.text, output.finish_reason)
+        compared += 0 < result.resumed_tokens < same
+    assert compared, "each of them parted from its like before the place where it was decoded on"
 
 
 def stop_amid_sequences(stack: Stack, worker: Process) -> None:

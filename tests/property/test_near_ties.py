@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.pipeline.wire.messages import SamplingParams
@@ -20,6 +20,7 @@ params = st.builds(
 )
 
 
+@settings(derandomize=True, max_examples=400)  # one in some 50,000 has five: a run of unlikely tokens at the point
 @given(asked=params, seed=st.integers(0, 2**32 - 1), at=st.integers(0, 200))
 def test_what_is_drawn_may_be_drawn_and_hardly_anything_else(asked: SamplingParams, seed: int, at: int) -> None:
     logits = 2 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
