@@ -16,9 +16,8 @@ from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DecodeJob, Progress, TokenDelta
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from sluice.workers.decode_worker import delta_of
+from tests.deadlines import HANG_S
 from tests.factories import decode_job, sequence_result
-
-DEADLINE_S = 120.0
 
 
 @contextlib.asynccontextmanager
@@ -77,7 +76,7 @@ class Asked:
 
 
 async def answer(expected: Expected) -> list[End]:
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(HANG_S):
         return await expected.ended()
 
 
@@ -86,7 +85,7 @@ async def events(
 ) -> tuple[list[int], list[End]]:
     """Tokens from `at` on, and ends; stops early when these tokens are enough."""
     tokens, ends = list[int](), list[End]()
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(HANG_S):
         async for event in expected.events():
             if isinstance(event, TokenDelta):
                 assert event.offset == at + len(tokens), "a gap or a repeat"

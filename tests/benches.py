@@ -11,6 +11,7 @@ from typing import Any
 
 from sluice.bench.harness import HOME
 from sluice.bench.processes import Parent
+from tests.deadlines import RUN_S
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,11 +24,11 @@ def bench_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 
-def run_bench(cwd: Path, name: str, *options: str, timeout: float = 240) -> dict[str, Any]:
+def run_bench(cwd: Path, name: str, *options: str) -> dict[str, Any]:
     """The JSON object that it prints."""
     command = bench_command(name, "--json", *options)
     done = subprocess.run(
-        command, cwd=cwd, env=bench_environment(), capture_output=True, text=True, timeout=timeout, check=False
+        command, cwd=cwd, env=bench_environment(), capture_output=True, text=True, timeout=RUN_S, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from tests.deadlines import HANG_S
 from tests.roles import eventually
 
 
@@ -33,6 +34,6 @@ class BlockedReads:
         """Both get what they wait for."""
         await self._client.rpush(self._list, "item")
         await self._client.xadd(self._stream, {"field": "value"})
-        popped, read = await asyncio.wait_for(asyncio.gather(*self.tasks), 60)
+        popped, read = await asyncio.wait_for(asyncio.gather(*self.tasks), HANG_S)
         assert popped[1] == b"item"
         assert len(read) == 1

@@ -35,13 +35,13 @@ from sluice.pipeline.weights.versions import write_version
 from sluice.pipeline.wire.keys import ARQ_JOB, Keys
 from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, WeightVersion
 from sluice.workers.engine.hf import HfBackend
+from tests.deadlines import HANG_S
 from tests.decode_workers import working
 from tests.factories import decode_job
 from tests.roles import eventually, role_of, run_config
 from tests.served import served
 
 _PLENTY = Credit(10_000, 10_000, 1)
-_START_S = 90.0
 TASK = Task("exact_answer", exact_answer.parse, exact_answer.match, exact_answer.target)
 
 
@@ -55,7 +55,7 @@ class Site:
     role: Role
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def do(self, work: Any, deadline_s: float = 30.0) -> Any:
+    def do(self, work: Any, deadline_s: float = HANG_S) -> Any:
         """Await a coroutine in the site's own loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(deadline_s)
 
@@ -86,10 +86,10 @@ class Site:
 
         serving = asyncio.run_coroutine_threadsafe(serve(), self.loop)
         try:
-            yield entered.result(20)
+            yield entered.result(HANG_S)
         finally:
             self.loop.call_soon_threadsafe(stop.set)
-            serving.result(20)
+            serving.result(HANG_S)
 
     async def dead(self) -> int:
         """Dead letters now."""
@@ -151,12 +151,12 @@ def dashboard_site(
     ready: Future[Site] = Future()
     thread = threading.Thread(target=_thread, args=(config, jobs, key, allow_actions, ready))
     thread.start()
-    site = ready.result(_START_S)
+    site = ready.result(HANG_S)
     try:
         yield site
     finally:
         site.loop.call_soon_threadsafe(site.stop.set)
-        thread.join(60)
+        thread.join(HANG_S)
         assert not thread.is_alive(), "the site did not stop"
 
 
@@ -238,4 +238,4 @@ async def _settled(role: Role, count: int) -> None:
         now = await snapshot(role.client, role.keys)
         return now.accepted + now.dead + now.dropped >= count
 
-    await eventually(holds, f"{count} sequences to be handed on, dead or dropped", _START_S)
+    await eventually(holds, f"{count} sequences to be handed on, dead or dropped", HANG_S)

@@ -10,9 +10,8 @@ from sluice.pipeline.config.types import Config
 from sluice.workers.decode_worker import DecodeWorker
 from sluice.workers.engine.contracts import Backend
 from sluice.workers.job_prompts import JobPrompts
+from tests.deadlines import HANG_S
 from tests.roles import role_of
-
-_END_S = 120.0
 
 
 @contextlib.asynccontextmanager
@@ -25,5 +24,5 @@ async def working(config: Config, backend: Backend, name: str = "w") -> AsyncIte
             yield worker
         finally:
             role.stop.set()
-            async with asyncio.timeout(_END_S):
+            async with asyncio.timeout(HANG_S):
                 await running

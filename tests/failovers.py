@@ -12,6 +12,7 @@ from typing import Any
 import redis
 
 from sluice.pipeline.broker.embedded import find_server
+from tests.deadlines import HANG_S
 from tests.killable_broker import free_ports
 
 PASSWORD = "secret"
@@ -31,7 +32,7 @@ class Servers:
 
     def start_again(self, port: int) -> None:
         """After a SIGKILL, on its own data and with the settings that it has stored since."""
-        self._processes[port].wait(10)
+        self._processes[port].wait(HANG_S)
         self._launch(port)
 
     def start_ended(self) -> None:
@@ -62,7 +63,7 @@ class Servers:
 
     def wait(self, cause: str, holds: Any) -> None:
         """Until it holds; a Sentinel ends all connections of the server whose role it changes."""
-        until = time.monotonic() + 60
+        until = time.monotonic() + HANG_S
         while True:
             try:
                 if holds():

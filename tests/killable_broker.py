@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sluice.pipeline.broker.embedded import find_server
+from tests.deadlines import HANG_S
 
 _DICE = random.SystemRandom()  # two test processes with one seed would choose the same ports
 
@@ -96,5 +97,5 @@ class KillableBroker:
         with self._turn:
             if self._process:
                 self._process.send_signal(signal.SIGKILL)
-                self._process.wait(60)
+                self._process.wait(HANG_S)
                 self._process = None

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import pytest
 from moto.server import ThreadedMotoServer
 
+from tests.deadlines import HANG_S
+
 BUCKET = "sluice"
 
 
@@ -57,7 +59,7 @@ class Relay:
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
         self._thread.start()
-        assert started.wait(10)
+        assert started.wait(HANG_S)
 
     @property
     def address(self) -> str:
@@ -65,7 +67,7 @@ class Relay:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(HANG_S)
 
     def _run(self, started: threading.Event) -> None:
         async def start() -> None:

@@ -22,6 +22,7 @@ from sluice.pipeline.config.types import (
 from sluice.pipeline.run.role import Role, role_process
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import SamplingParams
+from tests.deadlines import HANG_S
 
 SECTIONS: dict[str, Any] = {
     "consumer": ConsumerConfig,
@@ -47,7 +48,7 @@ async def role_of(config: Config, role: str = "worker", name: str = "w") -> Asyn
         yield made
 
 
-async def eventually(holds: Callable[[], Awaitable[bool]], cause: str, deadline_s: float = 60.0) -> None:
+async def eventually(holds: Callable[[], Awaitable[bool]], cause: str, deadline_s: float = HANG_S) -> None:
     """Poll until it holds; a failure names what did not happen."""
     until = time.monotonic() + deadline_s
     while not await holds():

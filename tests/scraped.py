@@ -30,6 +30,7 @@ from sluice.producers.gateway.server import run_gateway
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.scorer.scorer import serve_scores
 from tests.contract.engine_fixtures import started
+from tests.deadlines import HANG_S
 from tests.decode_workers import working
 from tests.factories import decode_job
 from tests.roles import eventually, role_of, run_config
@@ -156,7 +157,7 @@ async def _gateway(config: Config, found: Scraped) -> None:
     async with role_of(config, "gateway", "g") as role:
         ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         running = asyncio.create_task(run_gateway(role, 0, ready.set_result))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             port = await ready
         found.own["gateway"] = await get(f"127.0.0.1:{port}")
         found.pages["gateway"] = await get(role.status.row.facts["metrics"])
@@ -170,7 +171,7 @@ async def _rollout_server(config: Config, found: Scraped) -> None:
         chosen = taken.getsockname()[1]
     config = replace(config, metrics=replace(config.metrics, port=chosen))
     running = asyncio.create_task(serve_until(config, drain, port=0, on_ready=ready.set_result))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         port = await ready
     found.own["rollout-server"] = await get(f"127.0.0.1:{port}")
     found.pages["rollout-server"] = await get(f"127.0.0.1:{chosen}")

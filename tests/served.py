@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp
 
 from sluice.pipeline.http.server import Connection, serve
+from tests.deadlines import HANG_S
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Served:
     async def exchange(self, request: bytes) -> bytes:
         """Bytes as they are sent, and all that is answered until the connection is closed."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             writer.write(request)
             answer = await reader.read()
             writer.close()
@@ -45,7 +46,7 @@ async def served(
             app, host="127.0.0.1", port=0, stop=stop, grace_s=grace_s, on_ready=ready.set_result, connection=connection
         )
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
     if not ready.done():
         await task

@@ -76,8 +76,6 @@ TIERS = {
     "clients": Tier("make test-clients", "other packages, in environments of their own", ("clients/",)),
     "gpu": Tier("make test-gpu", "what only a GPU can show", ("gpu/",)),
 }
-_RUNS = ("chaos/", "hosts/", "e2e/")  # tests of whole runs
-_RUN_S = 900  # for one of them: each of its waits has a deadline of its own
 _ONE_ENGINE = {"vllm", "guarded_vllm", "backend", "guarded"}  # fixtures that start a vLLM for the whole session
 _SHOWN_LINES = 25  # of a failure, when it happens
 _COUNTED = ("failed", "passed", "skipped", "deselected", "xfailed", "error")
@@ -97,8 +95,6 @@ def mark(items: list[pytest.Item]) -> None:
         starts_its_own = is_contract and item.get_closest_marker("vllm") is not None and not shared
         if tier := tier_of(item.nodeid) or ("late" if starts_its_own else ""):
             item.add_marker(tier)
-        if item.nodeid.removeprefix("tests/").startswith(_RUNS) and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(_RUN_S))
         item.add_marker(pytest.mark.xdist_group("engines" if shared else item.nodeid.partition("::")[0]))
 
 

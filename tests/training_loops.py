@@ -20,6 +20,7 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.keys import Keys
+from tests.deadlines import HANG_S
 
 MakeRun = Callable[..., Config]
 
@@ -66,7 +67,7 @@ def ctrl_c(call: Callable[[], Any], when: Callable[[], bool]) -> None:
     """Run it, and interrupt it as Ctrl-C does once it is so."""
 
     def interrupt() -> None:
-        until = time.monotonic() + 20
+        until = time.monotonic() + HANG_S
         while not when() and time.monotonic() < until:
             time.sleep(0.01)
         signal.pthread_kill(main, signal.SIGINT)  # as the kernel does: it wakes the main thread's wait

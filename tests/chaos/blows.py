@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.processes import DEADLINE_S, Process
+from tests.deadlines import RUN_S
+from tests.e2e.processes import Process
 from tests.e2e.stack import Stack
 
 NO_JOBS = "jobs (none is ready)"  # what an idle worker waits for
@@ -47,7 +48,7 @@ def stop_while_it_decodes(stack: Stack, worker: Process) -> set[str]:
 
 
 def _stop_while(stack: Stack, worker: Process, holders: Callable[[], dict[str, str]]) -> set[str]:
-    until = time.monotonic() + DEADLINE_S
+    until = time.monotonic() + RUN_S
     while True:
         assert time.monotonic() < until, f"{worker.name} was never seen with jobs\n{stack.report(stack.snapshot())}"
         if worker.name in holders().values():
@@ -71,7 +72,7 @@ def _begun(stack: Stack) -> dict[str, str]:
 
 def stop(process: Process) -> None:
     """SIGSTOP; returns once it does nothing any more."""
-    until = time.monotonic() + DEADLINE_S
+    until = time.monotonic() + RUN_S
     process.signal(signal.SIGSTOP)
     while not is_stopped(process.popen.pid):
         assert time.monotonic() < until, f"{process.name} did not stop"

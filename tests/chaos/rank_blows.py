@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
+from tests.deadlines import RUN_S
 from tests.e2e.processes import Process
 from tests.e2e.stack import Stack
 
@@ -16,7 +17,7 @@ def start_and_kill(stack: Stack, phase: str, victim: int, ranks: int) -> Process
     command = [*torchrun, "-m", "tests.dying_rank", phase, str(victim), str(directory)]
     started = stack.spawn([*command, "train", "-c", str(stack.config_file)], name="dying")
     started.expendable = True
-    assert started.wait(400) != 0, started.tail()
+    assert started.wait(RUN_S) != 0, started.tail()
     assert f"local_rank: {victim}" in started.text(), started.tail()
     assert "Signal 9 (SIGKILL)" in started.text(), started.tail()
     return started
@@ -25,7 +26,7 @@ def start_and_kill(stack: Stack, phase: str, victim: int, ranks: int) -> Process
 def assert_each_once(stack: Stack, steps: int) -> None:
     """After a last start, on one rank."""
     last = stack.start("train")
-    assert last.wait(400) == 0, last.tail()
+    assert last.wait(RUN_S) == 0, last.tail()
     counted = Counter(stack.trained())
     assert len(counted) == 2 * steps
     assert set(counted.values()) == {1}

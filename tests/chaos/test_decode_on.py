@@ -18,8 +18,9 @@ from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
 from tests.chaos.blows import PATIENT, stop
 from tests.contract.engine_fixtures import reference
 from tests.contract.near_ties import assert_same_unless_near_tie
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, text_rows
-from tests.e2e.processes import DEADLINE_S, Process
+from tests.e2e.processes import Process
 from tests.e2e.stack import Stack
 
 pytestmark = pytest.mark.chaos
@@ -54,7 +55,7 @@ def test_stored_progress_of_a_killed_worker_is_decoded_on(make_stack: MakeStack,
 
 def stop_amid_sequences(stack: Stack, worker: Process) -> None:
     """SIGSTOP it at a moment when progress of a sequence is stored that has not ended."""
-    until = time.monotonic() + DEADLINE_S
+    until = time.monotonic() + RUN_S
     while True:
         assert time.monotonic() < until, f"no progress was seen\n{stack.report(stack.snapshot())}"
         if some_are_stored(stack):

@@ -16,7 +16,7 @@ from tests.soak.door import DOOR_EVERY_S, bring_kills
 from tests.soak.plan import DOOR_KINDS, Plan
 
 __all__ = ["tools_dir"]
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.chaos
 
 
 def test_thirty_kills_cost_the_openai_client_no_token(tmp_path: Path, tools_dir: Path) -> None:

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sluice.pipeline.queue.replies import read_end
 from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, decode
 from tests.chaos.blows import NO_JOBS, PATIENT, resume, stop
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, text_rows
-from tests.e2e.processes import DEADLINE_S, Process
+from tests.e2e.processes import Process
 from tests.e2e.stack import Stack
 from tests.killable_broker import free_ports
 from tests.tiny_models import save_tiny_model
@@ -48,7 +49,7 @@ class Caller:
 
     def __init__(self, port: int, tokenizer: Any) -> None:
         self.url, self._tokenizer = f"http://127.0.0.1:{port}", tokenizer
-        self._client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+        self._client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=RUN_S)
 
     def stream(self, messages: list[Any], **fields: Any) -> Iterator[Any]:
         """Chunks as they come; close it to leave."""
@@ -73,7 +74,7 @@ class Caller:
 
     def post(self, path: str, body: Any) -> dict[str, Any]:
         """The body of an answer that is well."""
-        return httpx.post(self.url + path, json=body, timeout=DEADLINE_S).raise_for_status().json()
+        return httpx.post(self.url + path, json=body, timeout=RUN_S).raise_for_status().json()
 
 
 def text(chunk: Any) -> str:

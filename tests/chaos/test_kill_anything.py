@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.chaos.blows import PATIENT, seeded
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import wait_gone
 
@@ -32,7 +33,7 @@ def test_random_kills_lose_nothing(make_stack: MakeStack) -> None:
             kills += [victim.name] if struck(victim.pid) else []
             print(f"{now.trained} trained: SIGKILL to {victim.name}")
         time.sleep(dice.uniform(0.5, 1.5))
-    assert command.wait(600) == 0, command.tail() + stack.report(stack.snapshot())
+    assert command.wait(RUN_S) == 0, command.tail() + stack.report(stack.snapshot())
     stack.assert_exactly_once()
     assert stack.snapshot().dead == 0
     logs = {log.stem for log in (stack.run_dir / "logs").glob("*.log")}

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.rank_blows import assert_each_once, start_and_kill
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, detection_rows
-from tests.e2e.processes import DEADLINE_S, marked, wait_gone
+from tests.e2e.processes import marked, wait_gone
 from tests.e2e.ready_batches import STEPS, ready_run
 from tests.e2e.stack import Stack
 
@@ -32,7 +33,6 @@ def test_the_same_with_checkpoints_beside_the_steps(make_stack: MakeStack) -> No
     assert_each_once(stack, STEPS)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_the_supervisor_starts_ranks_again(make_stack: MakeStack, blow: signal.Signals) -> None:
     stack = make_stack(
@@ -43,7 +43,7 @@ def test_the_supervisor_starts_ranks_again(make_stack: MakeStack, blow: signal.S
     command = stack.start("up")
     stack.wait(lambda now: now.trained >= 8, "a first step", 240)
     os.kill(pid_of_rank(stack, 1), blow)
-    assert command.wait(400) == 0, command.tail() + stack.report(stack.snapshot())
+    assert command.wait(RUN_S) == 0, command.tail() + stack.report(stack.snapshot())
     stack.assert_exactly_once()
     said = (stack.run_dir / "logs/trainer.log").read_text()
     assert "error: rank 1 of 2 (pid" in said
@@ -53,7 +53,7 @@ def test_the_supervisor_starts_ranks_again(make_stack: MakeStack, blow: signal.S
 
 
 def pid_of_rank(stack: Stack, rank: int) -> int:
-    until = time.monotonic() + DEADLINE_S
+    until = time.monotonic() + RUN_S
     while time.monotonic() < until:
         for pid in marked(stack.mark):
             try:

@@ -12,8 +12,9 @@ from sluice.pipeline.errors import WeightsError
 from sluice.pipeline.weights.shared_memory import MEMORY
 from sluice.pipeline.weights.versions import digest_of
 from tests.chaos.blows import seeded
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, detection_rows
-from tests.e2e.processes import DEADLINE_S, Process
+from tests.e2e.processes import Process
 from tests.e2e.stack import Stack
 
 pytestmark = pytest.mark.chaos
@@ -58,7 +59,7 @@ def die_between_checkpoint_and_publish(stack: Stack) -> Path:
     newest = 1  # the first one is published before there is a run to speak of
     while newest < 11:
         trainer = stack.start("train")
-        until = time.monotonic() + DEADLINE_S
+        until = time.monotonic() + RUN_S
         while not any(number > newest for number in checkpoints(folder)):
             assert time.monotonic() < until, stack.report(stack.snapshot())
             assert trainer.popen.poll() is None, trainer.tail()

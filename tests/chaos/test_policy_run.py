@@ -11,6 +11,7 @@ import pytest
 
 from sluice.bench.truth.architectures import save
 from sluice.consumers.training.step_log import read_steps
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, text_rows
 from tests.e2e.processes import BIN, Process, environment
 from tests.e2e.stack import Stack
@@ -34,7 +35,7 @@ def start(stack: Stack, role: str) -> Process:
     return stack.sluice(role, "-c", str(stack.config_file), PYTHONPATH=str(ROOT))
 
 
-def audit(stack: Stack, deadline_s: float = 300) -> dict[str, Any]:
+def audit(stack: Stack, deadline_s: float = RUN_S) -> dict[str, Any]:
     command = [str(BIN / "sluice"), "audit", str(stack.run_dir), "--json"]
     done = subprocess.run(command, env=environment(stack.mark), capture_output=True, text=True, timeout=deadline_s)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.blows import PATIENT
+from tests.deadlines import RUN_S
 from tests.e2e.agents import KEYS, agent_rows, agent_stack, assert_each_trained_once, tools_dir
 from tests.e2e.fixtures import MakeStack
-from tests.e2e.processes import DEADLINE_S, marked, wait_gone
+from tests.e2e.processes import marked, wait_gone
 from tests.e2e.stack import Stack
 
 __all__ = ["tools_dir"]
@@ -23,7 +24,7 @@ VICTIMS = ("worker", "gateway", "rollout-server", "produce")
 
 def strike(stack: Stack, command: str) -> None:
     """SIGKILL to the process of a run that plays a role, while rollouts are open."""
-    until = time.monotonic() + DEADLINE_S
+    until = time.monotonic() + RUN_S
     before = stack.wait(lambda now: now.open_rollouts, f"rollouts, before {command} is killed")
     word = f" {command} "
     while not (pids := [pid for pid, line in marked(stack.mark).items() if word in line and "main" in line]):

@@ -15,8 +15,9 @@ import redis
 
 from sluice.pipeline.broker.embedded import embedded_broker
 from tests.chaos.blows import PATIENT
+from tests.deadlines import HANG_S, RUN_S
 from tests.e2e.fixtures import MakeStack, detection_rows
-from tests.e2e.processes import BIN, DEADLINE_S, Process, wait_gone
+from tests.e2e.processes import BIN, Process, wait_gone
 from tests.e2e.stack import Stack
 from tests.killable_broker import KillableBroker
 
@@ -38,7 +39,7 @@ def outer(tmp_path: Path, model_dir: Path) -> Iterator[tuple[Stack, KillableBrok
         broker.kill()
 
 
-def wait(holds: Callable[[], Any], cause: str, process: Process, deadline_s: float = DEADLINE_S) -> Any:
+def wait(holds: Callable[[], Any], cause: str, process: Process, deadline_s: float = RUN_S) -> Any:
     """What a callable answers, once it is true; a broker that is away is no answer."""
     until = time.monotonic() + deadline_s
     while True:
@@ -70,7 +71,7 @@ def test_a_run_survives_the_death_of_its_own_broker(make_stack: MakeStack) -> No
     after = roles(stack)
     assert {name: after[name] for name in before if name in after} == {n: before[n] for n in before if n in after}
     assert {"trainer", "consumer-0", "worker-0"} <= set(after)
-    assert run.wait(2 * DEADLINE_S) == 0, run.tail()
+    assert run.wait(RUN_S) == 0, run.tail()
     assert "the embedded broker is back" in run.text()
     wait_gone(stack.mark)
     with embedded_broker(stack.config.broker) as url:
@@ -88,12 +89,12 @@ def test_an_interruption_while_the_broker_is_gone_takes_effect_at_once(outer: tu
     run.expendable = True
     run.signal(signal.SIGINT)
     # Not after broker.retry_for_s nor up.stop_grace_s: nobody waits for a broker that is gone.
-    assert run.wait(240) == 130, run.tail()
+    assert run.wait(HANG_S) == 130, run.tail()
     assert "the broker is gone" in run.text()
     wait_gone(stack.mark)
     broker.start()
     again = stack.start("run")
-    assert again.wait(2 * DEADLINE_S) == 0, again.tail()
+    assert again.wait(RUN_S) == 0, again.tail()
     stack.assert_exactly_once()
 
 
@@ -112,7 +113,7 @@ def test_a_producer_that_was_done_goes_over_its_rows_again_when_the_broker_lost_
         client.hset(stack.keys.source, "exhausted", "0")
     os.kill(trainer, signal.SIGCONT)
     wait(lambda: stack.snapshot().exhausted, "the producer to say it again", run)
-    assert run.wait(2 * DEADLINE_S) == 0, run.tail()
+    assert run.wait(RUN_S) == 0, run.tail()
     assert "reads its rows again" in run.text()
     stack.assert_exactly_once()
 
@@ -130,7 +131,7 @@ def test_a_worker_that_dies_under_supervision_loses_its_leases_at_once(outer: tu
     os.kill(roles(stack)["worker-0"], signal.SIGKILL)
     wait(lambda: "leases of a dead process ended" in run.text(), "the supervisor to end its leases", run)
     # A lease that was left behind would block its job, and so the end of the run, for a quarter of an hour.
-    assert run.wait(2 * DEADLINE_S) == 0, run.tail()
+    assert run.wait(RUN_S) == 0, run.tail()
     stack.assert_exactly_once()
 
 
@@ -162,7 +163,7 @@ def test_arqs_own_command_ends_within_its_grace_time_when_the_broker_is_gone(
     wait(lambda: stack.snapshot().committed, "the first sequences", worker)
     broker.kill()
     worker.expendable = True
-    assert worker.terminate(60) == 1, worker.tail()  # far less than broker.retry_for_s
+    assert worker.terminate(HANG_S) == 1, worker.tail()  # far less than broker.retry_for_s
     assert "did not stop in time; exiting" in worker.text()
 
 
@@ -174,7 +175,7 @@ def test_a_run_whose_broker_is_flushed_trains_nothing_twice(outer: tuple[Stack, 
     with redis.Redis(port=broker.port, socket_timeout=5) as admin:
         raw: Any = admin
         raw.flushdb()
-    assert run.wait(2 * DEADLINE_S) == 0, run.tail()
+    assert run.wait(RUN_S) == 0, run.tail()
     trained = stack.trained()
     assert len(trained) == len(set(trained))
     assert set(trained) == stack.expected()

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from tests.chaos.blows import PATIENT
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, detection_rows
-from tests.e2e.processes import DEADLINE_S
 from tests.e2e.stack import Stack
 
 pytestmark = pytest.mark.chaos
@@ -19,7 +19,7 @@ STALL_S = 1.0
 
 def stop_a_busy_worker(stack: Stack) -> int:
     """SIGSTOP the run's worker at a moment when it holds leases; returns its pid."""
-    until = time.monotonic() + DEADLINE_S
+    until = time.monotonic() + RUN_S
     while not stack.leased():
         assert time.monotonic() < until, stack.report(stack.snapshot())
         time.sleep(0.01)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import RUN_S
+
 ROOT = Path(sys.prefix) / "clients"  # `make clean` deletes it with .venv
 VERIFIERS = ("verifiers==0.4.0", "renderers==0.1.12")
 """Several tests share it, so all ask for the same list."""
-_INSTALL_S = 600
 
 
 def python_with(*requirements: str, at_least: tuple[int, int] = (3, 11)) -> Path:
@@ -77,5 +78,5 @@ def _install(python: Path, *arguments: str) -> None:
 
 
 def _run(program: Path, *arguments: str) -> None:
-    done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=_INSTALL_S)
+    done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, f"{program.name} {' '.join(arguments)}:\n{done.stderr[-2000:]}"

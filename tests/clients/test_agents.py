@@ -20,6 +20,7 @@ from sluice.pipeline.wire.keys import Keys
 from sluice.workers.engine.hf import HfBackend
 from tests.clients.environments import node_with, python_with
 from tests.contract.engine_fixtures import started
+from tests.deadlines import HANG_S
 from tests.integration.gateway.agents import CALLING, agents_config, assert_trajectory
 from tests.integration.gateway.harness import published, serving
 from tests.tool_models import tool_model
@@ -34,8 +35,6 @@ CLIENTS = {
     "inspect_talk.py": ("inspect_ai==0.3.285", "openai==3.57.0"),
     "openai_talk.cjs": ("openai@6.49.0",),
 }
-_TALK_S = 120
-pytestmark = pytest.mark.timeout(900)  # its environment is installed first
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,7 @@ async def said(where: Path, talk: Path, *words: str) -> Any:
         env={**os.environ, "NODE_PATH": str(where)},
     )  # fmt: skip
     try:
-        async with asyncio.timeout(_TALK_S):
+        async with asyncio.timeout(HANG_S):
             out, err = await process.communicate()
     finally:
         if process.returncode is None:

@@ -20,6 +20,7 @@ from sluice.pipeline.wire.keys import Keys
 from sluice.workers.engine.hf import HfBackend
 from tests.clients.environments import node_with, python_with
 from tests.contract.engine_fixtures import started
+from tests.deadlines import HANG_S
 from tests.integration.gateway.agents import agents_config
 from tests.integration.gateway.harness import published, serving
 from tests.loop_models import save_loop_model
@@ -28,8 +29,6 @@ from tests.tiny_models import build_tokenizer
 TALKS = Path(__file__).parent / "talks"
 SAID = "Done"
 PROMPT = "List the files here."
-_TALK_S = 240
-pytestmark = pytest.mark.timeout(900)  # its environment is installed first
 Command = tuple[list[str], dict[str, str]]
 
 
@@ -174,7 +173,7 @@ async def said(arguments: list[str], environ: dict[str, str], home: Path) -> str
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
-        async with asyncio.timeout(_TALK_S):
+        async with asyncio.timeout(HANG_S):
             out, err = await process.communicate()
     finally:
         if process.returncode is None:

@@ -14,13 +14,13 @@ from aiohttp import web
 
 from sluice.examples.openenv_environment import OpenEnv
 from tests.clients.environments import python_with
+from tests.deadlines import HANG_S
 from tests.integration.rollout import conftest
 from tests.integration.rollout.conftest import Serve, a_request
 from tests.integration.rollout.peer import Says, ScriptedTrainer
 
 SERVER = Path(__file__).parent / "talks" / "openenv_server.py"
 ENVIRONMENT = "sluice.examples.openenv_environment:OpenEnv"
-pytestmark = pytest.mark.timeout(900)  # its environment is installed first
 serve, tokenizer_dirs, tools_tokenizer = conftest.serve, conftest.tokenizer_dirs, conftest.tools_tokenizer
 
 
@@ -29,7 +29,7 @@ async def openenv_server(python: Path) -> AsyncIterator[tuple[str, asyncio.subpr
     process = await asyncio.create_subprocess_exec(str(python), "-I", str(SERVER), "0", stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             port = int(await process.stdout.readline())
         yield f"http://127.0.0.1:{port}", process
     finally:

@@ -19,12 +19,12 @@ from sluice.producers.submit import produce
 from sluice.workers.engine.hf import HfBackend
 from tests.clients.environments import python_with
 from tests.contract.engine_fixtures import started
+from tests.deadlines import HANG_S
 from tests.integration.gateway.agents import CALLING, agents_config, assert_trajectory
 from tests.integration.gateway.harness import published, serving
 from tests.tool_models import tool_model
 
 SERVER = Path(__file__).parent / "talks" / "osmosis_server.py"
-pytestmark = pytest.mark.timeout(900)  # its environment is installed first
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ async def test_its_server_brings_trajectories_and_rewards(
     try:
         async with serving(config, backend) as gateway:
             asked = RolloutConfig(url=f"http://127.0.0.1:{port}", gateway_url=gateway.url, protocol="polling")
-            await asyncio.wait_for(produce(msgspec.structs.replace(config, rollout=asked)), 180)
+            await asyncio.wait_for(produce(msgspec.structs.replace(config, rollout=asked)), HANG_S)
     finally:
         server.terminate()
         await server.wait()

@@ -18,6 +18,7 @@ import pytest
 
 from sluice.demo.tiny.model import ModelSettings
 from sluice.demo.tools.problems import Step
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, make_stack, model_dir
 from tests.tool_models import Conversation, tool_model
 
@@ -58,6 +59,6 @@ def test_its_own_suite_passes(make_stack: MakeStack, tmp_path: Path) -> None:
     suite = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/e2e"],
         cwd=project, env={**os.environ, "PYTHONPATH": str(project / "src"), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=RUN_S,
     )  # fmt: skip
     assert "6 passed" in suite.stdout, suite.stdout + suite.stderr + stack.report(stack.snapshot())

@@ -21,6 +21,7 @@ from sluice.pipeline.wire.keys import Keys
 from sluice.workers.engine.hf import HfBackend
 from tests.clients.environments import VERIFIERS, python_with
 from tests.contract.engine_fixtures import started
+from tests.deadlines import HANG_S
 from tests.integration.gateway.agents import agents_config
 from tests.integration.gateway.harness import published, serving
 from tests.loop_models import save_loop_model
@@ -30,8 +31,6 @@ TALK = Path(__file__).parent / "talks" / "prime_rl_talk.py"
 SAID = "Done"
 OF_QWEN3 = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "</think>")
 CHECKOUT = os.environ.get("SLUICE_PRIME_RL", "")
-_TALK_S = 240
-pytestmark = pytest.mark.timeout(900)  # its environment is installed first
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ async def test_turns_that_go_on_from_tokens_are_one_trajectory(
             *words, env=environ, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
         try:
-            out, problem = await asyncio.wait_for(playing.communicate(), _TALK_S)
+            out, problem = await asyncio.wait_for(playing.communicate(), HANG_S)
         finally:
             if playing.returncode is None:
                 playing.kill()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.environments import python_with
+from tests.deadlines import HANG_S
 
 SPOT = Path(__file__).resolve().parents[2] / "deploy" / "spot"
 _SKYPILOT = """
@@ -41,7 +42,7 @@ print(json.dumps({"env": sorted(task.env), "spot": task.spot_policy.value == "sp
 def test_its_package_takes_the_file(package: str, script: str, file: str) -> None:
     python = python_with(package)
     command = [str(python), "-c", script, str(SPOT / file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=SPOT.parents[1], check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=SPOT.parents[1], check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["spot"] is True

@@ -17,12 +17,12 @@ from sluice.pipeline.wire.keys import Keys
 from sluice.workers.engine.hf import HfBackend
 from tests.clients.environments import VERIFIERS, python_with
 from tests.contract.engine_fixtures import started
+from tests.deadlines import HANG_S
 from tests.integration.gateway.agents import CALLING, agents_config, assert_trajectory
 from tests.integration.gateway.harness import published, serving
 from tests.tool_models import tool_model
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(900)  # its environment is installed first
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ async def test_episodes_become_rewarded_trajectories(
             env=environ, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         try:
-            out, problem = await asyncio.wait_for(playing.communicate(), 240)
+            out, problem = await asyncio.wait_for(playing.communicate(), HANG_S)
         finally:
             if playing.returncode is None:
                 playing.kill()

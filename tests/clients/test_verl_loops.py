@@ -20,12 +20,12 @@ from sluice.workers.engine.hf import HfBackend
 from tests.clients.environments import folder_with
 from tests.clients.test_verl_losses import PACKAGES
 from tests.contract.engine_fixtures import reference_logprobs, started
+from tests.deadlines import HANG_S
 from tests.integration.gateway.agents import CALLING, agents_config
 from tests.integration.gateway.harness import serving
 from tests.tool_models import tool_model
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(900)  # its packages are installed first
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ async def test_loops_of_verl(
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         try:
-            out, err = await asyncio.wait_for(process.communicate(), 240)
+            out, err = await asyncio.wait_for(process.communicate(), HANG_S)
         finally:
             if process.returncode is None:
                 process.kill()

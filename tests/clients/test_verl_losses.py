@@ -23,6 +23,7 @@ from sluice.consumers.training.policy.loss import aggregation, policy_loss
 from sluice.consumers.training.policy.reference import kl_estimate
 from sluice.pipeline.config.types import CONVENTIONS, PolicyConfig
 from tests.clients.environments import folder_with
+from tests.deadlines import RUN_S
 
 PACKAGES = (
     "verl==0.9.1", "tensordict==0.10.0", "ray==2.60.0", "omegaconf==2.4.0", "antlr4-python3-runtime==4.9.3",
@@ -41,7 +42,6 @@ CASES = [
     for dual_clip in (None, 1.6)
     if name != "dpo" and (dual_clip is None or name not in FUNCTIONS)
 ]
-pytestmark = pytest.mark.timeout(900)  # its packages are installed first
 
 
 def options_of(name: str, dual_clip: float | None) -> PolicyConfig:
@@ -93,7 +93,7 @@ def verl(data: dict[str, torch.Tensor]) -> dict[str, Any]:
         input=json.dumps(asked),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=RUN_S,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)

@@ -21,6 +21,7 @@ from sluice.workers.guard.repeat import RepeatTrigger
 from sluice.workers.guard.rules import GuardRules
 from tests.contract.engine_fixtures import started
 from tests.contract.vllm_fixtures import vllm_options
+from tests.deadlines import HANG_S
 from tests.loop_models import LoopModel, save_loop_model
 from tests.tiny_models import build_tokenizer
 
@@ -92,7 +93,7 @@ def guarded_engine(
 
 async def decode_in_time(backend: Backend, requests: Sequence[SequenceRequest]) -> list[SequenceOutput]:
     """All at once; no hang outlives two minutes."""
-    return await asyncio.wait_for(asyncio.gather(*(backend.decode(one) for one in requests)), 120)
+    return await asyncio.wait_for(asyncio.gather(*(backend.decode(one) for one in requests)), HANG_S)
 
 
 def decoded(backend: Backend, *requests: SequenceRequest) -> list[SequenceOutput]:

@@ -25,8 +25,9 @@ from sluice.workers.engine.vllm import VllmBackend
 from sluice.workers.engine.vllm.sequences import Entries
 from tests.contract.engine_fixtures import decode_all, reference, reference_logprobs, request, run, started
 from tests.contract.test_midflight import endless
-from tests.contract.versions import TOLERANCE, WAIT_S, Versions, assert_right, decode_amid, random_prompt
+from tests.contract.versions import TOLERANCE, Versions, assert_right, decode_amid, random_prompt
 from tests.contract.vllm_fixtures import started_vllm
+from tests.deadlines import HANG_S
 from tests.tiny_models import save_tiny_model
 
 PROMPT = list(b"the abc of it")
@@ -151,9 +152,9 @@ def test_a_new_version_of_one_adapter_leaves_the_others_alone(engine: Backend, m
 
         def report(so_far: Progress) -> None:
             if so_far.offset + len(so_far.token_ids) >= 4 and not loads:
-                asyncio.run_coroutine_threadsafe(swap(), loop).result(WAIT_S)
+                asyncio.run_coroutine_threadsafe(swap(), loop).result(HANG_S)
 
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANG_S):
             found = await decode_all(engine, [replace(leader, report=report), *others])
             await asyncio.gather(*loads)
         return found

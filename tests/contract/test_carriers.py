@@ -30,6 +30,7 @@ from sluice.pipeline.weights.host_cache import HostCache
 from sluice.pipeline.weights.object_store import ObjectStore
 from sluice.pipeline.weights.store import Store
 from sluice.pipeline.wire.messages import WeightVersion
+from tests.deadlines import HANG_S
 from tests.object_stores import BUCKET, Relay, s3_server, use
 
 KINDS = ("directory", "store-file", "store-s3", "delta-file", "delta-s3")
@@ -442,7 +443,7 @@ def test_a_publisher_killed_in_any_phase_publishes_again(site: Site, phase: str,
     publish(site.carrier("trainer"), site, 0)
     process = multiprocessing.get_context("spawn").Process(target=_publish_and_die, args=(site, phase, when))
     process.start()
-    process.join(60)
+    process.join(HANG_S)
     assert process.exitcode == 9
     sent = set(site.objects())
     manifest = publish(site.carrier("trainer"), site, 1)
@@ -629,7 +630,7 @@ def test_a_killed_downloader_leaves_nothing_believed(site: Site) -> None:
     manifest = publish(site.carrier("trainer"), site, 0)
     process = multiprocessing.get_context("spawn").Process(target=_fetch_and_die, args=(site, manifest))
     process.start()
-    process.join(60)
+    process.join(HANG_S)
     assert process.exitcode == 9
     cache = site.home / "cache-worker"
     assert [path for path in cache.iterdir() if path.is_dir() and path.name.startswith(".")]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from sluice.pipeline.wire.messages import Grammar, Progress
 from sluice.workers.engine.contracts import Backend, SequenceOutput
 from tests.contract.engine_fixtures import request
+from tests.deadlines import HANG_S
 
 PROMPT = list(b"the abc of it")
 
@@ -23,9 +24,9 @@ async def test_an_aborted_sequence_returns_its_tokens_and_logprobs(backend: Back
 
     task = asyncio.create_task(backend.decode(replace(asked, seq_key="doomed", report_every=4, report=report)))
     beside = asyncio.create_task(backend.decode(asked))
-    await asyncio.wait_for(begun.wait(), 60)
+    await asyncio.wait_for(begun.wait(), HANG_S)
     backend.abort("doomed")
-    partial = await asyncio.wait_for(task, 60)
+    partial = await asyncio.wait_for(task, HANG_S)
     assert (partial.finish_reason, partial.stop_reason) == ("cancelled", None)
     count = len(partial.token_ids)
     assert 4 <= count < 200
@@ -40,7 +41,7 @@ async def test_what_was_aborted_can_be_gone_on_with(backend: Backend) -> None:
     task = asyncio.create_task(backend.decode(asked))
     await asyncio.sleep(0.05)
     backend.abort("later")
-    partial = await asyncio.wait_for(task, 60)
+    partial = await asyncio.wait_for(task, HANG_S)
     old = partial.sampled
     resumed = await backend.decode(replace(asked, so_far=old))
     assert resumed.token_ids == (await backend.decode(asked)).token_ids
@@ -52,7 +53,7 @@ async def test_waiting_sequences_are_aborted_with_no_tokens(backend: Backend) ->
     await asyncio.sleep(0)
     for number in range(40):
         backend.abort(f"many{number}")
-    outputs: list[SequenceOutput] = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    outputs: list[SequenceOutput] = await asyncio.wait_for(asyncio.gather(*tasks), HANG_S)
     assert {output.finish_reason for output in outputs} == {"cancelled"}
     assert sum(not output.token_ids for output in outputs) >= 20
 
@@ -63,7 +64,7 @@ async def test_an_abort_counts_while_a_grammar_is_compiled(backend: Backend) -> 
     task = asyncio.create_task(backend.decode(asked))
     await asyncio.sleep(0)
     backend.abort("compiling")
-    output = await asyncio.wait_for(task, 60)
+    output = await asyncio.wait_for(task, HANG_S)
     assert output.finish_reason == "cancelled"
     assert len(output.token_ids) < 100
 

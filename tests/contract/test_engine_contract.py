@@ -24,6 +24,7 @@ from tests.contract.engine_fixtures import (
     run,
     started,
 )
+from tests.deadlines import HANG_S
 from tests.tiny_models import CONTEXT, save_tiny_model
 
 PROMPT = list(b"the abc of it")
@@ -118,7 +119,7 @@ async def test_a_cancelled_sequence_leaves_and_the_others_go_on(backend: Backend
     await asyncio.sleep(0.02)
     for task in doomed:
         task.cancel()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         assert (await kept).token_ids == expected.token_ids
     assert all(task.cancelled() for task in await _settled(doomed))
 

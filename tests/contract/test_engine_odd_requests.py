@@ -13,6 +13,7 @@ from sluice.pipeline.wire.messages import Progress
 from sluice.workers.engine import GenerationOptions, TextGenerationRequest
 from sluice.workers.engine.contracts import Backend, SequenceRequest
 from tests.contract.engine_fixtures import request
+from tests.deadlines import HANG_S
 
 PROMPT = list(b"the abc of it")
 
@@ -34,9 +35,9 @@ ODD: dict[str, SequenceRequest] = {
 async def test_an_odd_request_is_answered_with_its_error_alone(backend: Backend, odd: SequenceRequest) -> None:
     beside = asyncio.create_task(backend.decode(request(PROMPT)))
     with pytest.raises(EngineError):
-        await asyncio.wait_for(backend.decode(odd), 30)
-    assert (await asyncio.wait_for(beside, 120)).finish_reason == "length"
-    assert (await asyncio.wait_for(backend.decode(request(PROMPT)), 30)).finish_reason == "length"
+        await asyncio.wait_for(backend.decode(odd), HANG_S)
+    assert (await asyncio.wait_for(beside, HANG_S)).finish_reason == "length"
+    assert (await asyncio.wait_for(backend.decode(request(PROMPT)), HANG_S)).finish_reason == "length"
 
 
 async def test_the_context_is_padded_with_any_token_of_the_vocabulary(backend: Backend) -> None:
@@ -53,7 +54,7 @@ async def test_aborting_what_is_whole_already_gives_the_whole(backend: Backend) 
     task = asyncio.create_task(backend.decode(asked))
     await asyncio.sleep(0)
     backend.abort("whole")
-    assert (await asyncio.wait_for(task, 120)).finish_reason == "length"
+    assert (await asyncio.wait_for(task, HANG_S)).finish_reason == "length"
 
 
 @pytest.mark.parametrize("options", [{"eos_token_ids": 2}, {"pad_token_id": "x"}, {"eos_token_ids": ("a",)}])

@@ -18,6 +18,7 @@ from sluice.workers.engine.hf import HfBackend
 from sluice.workers.engine.vllm import VllmBackend
 from sluice.workers.engine.vllm.sequences import positions
 from tests.contract.engine_fixtures import ragged_prompts, request, run
+from tests.deadlines import HANG_S
 
 PROMPT = list(b"the abc of it")
 SHAPED: dict[str, Any] = {"temperature": 0.9, "presence_penalty": 1.5, "logit_bias": {70: 3.0}}
@@ -101,7 +102,7 @@ def test_an_interrupted_sequence_has_the_places_of_its_earlier_tokens(hf: HfBack
 async def test_reports_have_the_places(backend: Backend) -> None:
     pieces: list[Any] = []
     asked = replace(request(PROMPT, top_logprobs=1, max_new_tokens=20), report_every=4, report=pieces.append)
-    output: SequenceOutput = await asyncio.wait_for(backend.decode(asked), 60)
+    output: SequenceOutput = await asyncio.wait_for(backend.decode(asked), HANG_S)
     told = [place for piece in pieces for place in piece.sampled.ranked]
     assert len(told) >= 12
     assert [one.rank for one in told] == [one.rank for one in output.sampled.ranked[: len(told)]]

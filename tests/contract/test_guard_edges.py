@@ -27,6 +27,7 @@ from tests.contract.guard_fixtures import (
     guarded_ending,
     looping,
 )
+from tests.deadlines import HANG_S
 from tests.loop_models import LoopModel
 
 
@@ -181,9 +182,9 @@ async def test_an_abort_ends_beside_the_guard(guarded: Backend, loops: LoopModel
     endless = replace(request([five], max_new_tokens=250), seq_key="doomed", report_every=4, report=report)
     task = asyncio.create_task(guarded.decode(endless))
     beside = asyncio.create_task(decode_in_time(guarded, [request([one])] * 3))
-    await asyncio.wait_for(begun.wait(), 60)
+    await asyncio.wait_for(begun.wait(), HANG_S)
     guarded.abort("doomed")
-    cut = await asyncio.wait_for(task, 60)
+    cut = await asyncio.wait_for(task, HANG_S)
     assert (cut.finish_reason, cut.trigger) == ("cancelled", None)
     assert 4 <= len(cut.token_ids) < 250
     assert cut.token_ids == loops.continuation(five, len(cut.token_ids))

@@ -16,6 +16,7 @@ from sluice.workers.engine.contracts import SequenceRequest
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.engine.prompts import Prompts
 from tests.contract.engine_fixtures import request
+from tests.deadlines import HANG_S
 from tests.tiny_vlms import picture, save_tiny_llava, save_tiny_qwen_vl
 
 MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
@@ -73,7 +74,7 @@ async def test_an_abort_reaches_what_waits_for_the_fallback(routed: RoutedBacken
     task = asyncio.create_task(routed.decode(seen(llava, "doomed", 300)))
     await asyncio.sleep(0.01)
     routed.abort("doomed")
-    output = await asyncio.wait_for(task, 60)
+    output = await asyncio.wait_for(task, HANG_S)
     assert output.finish_reason == "cancelled"
 
 
@@ -126,9 +127,9 @@ async def test_a_fallback_that_refuses_new_weights_ends_what_it_has_under_the_ol
     loop, begun = asyncio.get_running_loop(), asyncio.Event()
     asked = replace(seen(qwen, "long", 150), report_every=1, report=lambda _: loop.call_soon_threadsafe(begun.set))
     running = asyncio.create_task(backend.decode(asked))
-    await asyncio.wait_for(begun.wait(), 60)
+    await asyncio.wait_for(begun.wait(), HANG_S)
     await backend.load_weights(other, 1)
-    output = await asyncio.wait_for(running, 60)
+    output = await asyncio.wait_for(running, HANG_S)
     assert (output.finish_reason, set(output.versions), backend.version) == ("length", {0}, 1)
     for _ in range(2):
         with pytest.raises(RequestError, match="nor its fallback"):

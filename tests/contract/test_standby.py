@@ -33,6 +33,7 @@ from sluice.workers.engine.hf.weights import Weights, load_weights
 from tests.contract.engine_fixtures import run, started
 from tests.contract.test_midflight import PROMPT, endless
 from tests.contract.versions import Updates, Versions, assert_right, decode_amid, random_prompt
+from tests.deadlines import HANG_S
 
 GIB = 1.0
 
@@ -324,10 +325,10 @@ def test_a_standby_that_is_stopped_ends_without_an_answer(versions: Versions) ->
     assert weights.has_second()
     load = Load(versions.directories[1], 1, None, None)
     standby = Standby(lambda: weights.prepare(load.directory, None, None), Future(), load, asked.set)
-    assert asked.wait(60)
+    assert asked.wait(HANG_S)
     assert standby.asks
     standby.stop()
-    standby.join(60)
+    standby.join(HANG_S)
     assert standby.ended
     assert weights.model is model
 

@@ -22,6 +22,7 @@ from sluice.workers.engine.contracts import SequenceOutput
 from sluice.workers.engine.vllm import VllmBackend
 from tests.contract.engine_fixtures import request
 from tests.contract.vllm_fixtures import cores, make_vllm
+from tests.deadlines import HANG_S
 
 ROOT = Path(__file__).parents[2]
 OWNER = """
@@ -47,7 +48,7 @@ async def _running(backend: VllmBackend) -> asyncio.Task[SequenceOutput]:
 
     asked = request([5, 6, 7], 1, temperature=1.0, max_new_tokens=250)
     task = asyncio.create_task(backend.decode(replace(asked, report_every=1, report=report)))
-    await asyncio.wait_for(begun.wait(), 60)
+    await asyncio.wait_for(begun.wait(), HANG_S)
     return task
 
 
@@ -64,8 +65,8 @@ async def test_close_ends_what_runs_and_leaves_no_process(model_dir: Path) -> No
     task = await _running(backend)
     await backend.close()
     with pytest.raises(EngineError, match="closed"):
-        await asyncio.wait_for(task, 60)
-    core.join(10)  # one that did not end in time was killed a moment ago
+        await asyncio.wait_for(task, HANG_S)
+    core.join(HANG_S)  # one that did not end in time was killed a moment ago
     assert not core.is_alive()
     await backend.close()
     with pytest.raises(EngineError, match="closed"):
@@ -79,10 +80,10 @@ async def test_a_killed_core_fails_what_runs_with_its_cause(model_dir: Path) -> 
     assert (await backend.decode(request([1], max_new_tokens=3))).finish_reason == "length"
     os.kill(core.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"core died \(signal 9\)"):
-        await asyncio.wait_for(task, 60)
+        await asyncio.wait_for(task, HANG_S)
     for late in (backend.decode(request([1])), backend.score([1, 2])):
         with pytest.raises(EngineError, match="core died"):
-            await asyncio.wait_for(late, 60)
+            await asyncio.wait_for(late, HANG_S)
     await backend.close()
 
 
@@ -108,7 +109,7 @@ def test_the_core_of_a_killed_owner_ends_too_and_leaves_no_log(model_dir: Path, 
     finally:
         owner.kill()
         owner.wait()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while _alive(core):
         assert time.monotonic() < deadline, f"the core {core} outlives its owner"
         time.sleep(0.1)

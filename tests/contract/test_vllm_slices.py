@@ -15,6 +15,7 @@ from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceReq
 from tests.contract.test_midflight import endless
 from tests.contract.versions import Versions, assert_right, random_prompt
 from tests.contract.vllm_fixtures import started_vllm
+from tests.deadlines import HANG_S
 
 pytestmark = pytest.mark.vllm
 HELD, NEW, ROWS = 100, 120, 6
@@ -59,7 +60,7 @@ def test_rows_wait_their_turn_and_others_decode_meanwhile(backend: Backend, vers
         return await asyncio.gather(*decoding)
 
     async def limited() -> list[SequenceOutput]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             return await whole()
 
     for output in asyncio.run(limited()):
@@ -83,7 +84,7 @@ def test_an_abort_and_a_cancelled_caller_give_their_turn_away(backend: Backend, 
         backend.abort("s0")
         await loading
         backend.abort("s1")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             return await asyncio.gather(*decoding)
 
     outputs = asyncio.run(whole())

@@ -15,10 +15,10 @@ import torch
 from sluice.pipeline.wire.messages import Progress
 from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
 from tests.contract.engine_fixtures import reference, reference_logprobs
+from tests.deadlines import HANG_S
 from tests.tiny_models import save_tiny_model
 
 TOLERANCE = 1e-4  # nats, fp32
-WAIT_S = 60.0
 ATTEMPTS = 5
 
 
@@ -85,7 +85,7 @@ class Updates:
         """All at once, the first one leads."""
         self._loop = asyncio.get_running_loop()
         leader = replace(requests[0], report_every=1, report=self._saw)
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANG_S):
             outputs = await asyncio.gather(*(self._backend.decode(one) for one in [leader, *requests[1:]]))
             await asyncio.gather(*self._loads)
         return list(outputs)
@@ -95,7 +95,7 @@ class Updates:
         assert self._loop is not None
         if self._schedule and so_far.offset + len(so_far.token_ids) >= self._schedule[0][0]:
             version = self._schedule.popleft()[1]
-            asyncio.run_coroutine_threadsafe(self._ask(version), self._loop).result(WAIT_S)
+            asyncio.run_coroutine_threadsafe(self._ask(version), self._loop).result(HANG_S)
 
     async def _ask(self, version: int) -> None:
         self._loads.append(asyncio.ensure_future(self._load(version)))

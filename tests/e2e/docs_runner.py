@@ -34,13 +34,13 @@ from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.wire.keys import Keys
 from tests.command import call
+from tests.deadlines import RUN_S
 from tests.e2e.docs_pages import ROOT, Command, split
 from tests.e2e.docs_rules import SHELL, STAYS, SUBSTITUTES, How, rule_for
 from tests.e2e.docs_workspace import Workspace
 from tests.e2e.processes import BIN, Process, end_all, launch
 from tests.killable_broker import free_ports
 
-_DEADLINE_S = 300.0  # far more than a busy machine needs
 _STOPPED = (0, 128 + signal.SIGTERM)
 _PLAIN = re.compile(r"^sluice [^|<>;&$]*$")
 _VARIABLES = re.compile(r"^(?:\w+=\S+ +)+")
@@ -87,7 +87,7 @@ class Runner:
                 self._serve(text, words)
         elif words[0] == "sluice" and words[1] in ("run", "up") and "--dry-run" not in words:
             process = self._launch(text)
-            assert process.wait(_DEADLINE_S) == 0, process.tail()
+            assert process.wait(RUN_S) == 0, process.tail()
         elif words[0] == "sluice" and words[1] == "top" and "--once" not in words:
             self._terminal(text)
         elif _PLAIN.match(text):
@@ -122,7 +122,7 @@ class Runner:
     def _shell(self, text: str) -> None:
         done = subprocess.run(
             ["bash", "-o", "pipefail", "-c", text.replace("curl ", "curl -sSf ")],
-            cwd=self.space.directory, env=self.space.env, capture_output=True, text=True, timeout=_DEADLINE_S,
+            cwd=self.space.directory, env=self.space.env, capture_output=True, text=True, timeout=RUN_S,
         )  # fmt: skip
         assert done.returncode == 0, f"{text}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
 
@@ -144,7 +144,7 @@ class Runner:
         if "producer" in roles:
             for process, role in serving:
                 if role in ("producer", "consumer", "trainer"):
-                    assert process.wait(_DEADLINE_S) == 0, process.tail()
+                    assert process.wait(RUN_S) == 0, process.tail()
         for process, role in serving:
             if process.popen.poll() is None:
                 assert process.terminate() in _STOPPED, (role, process.tail())
@@ -168,7 +168,7 @@ class Runner:
 
         return asyncio.run(read())
 
-    def _until(self, holds: Callable[[], bool], process: Process, what: str, deadline_s: float = _DEADLINE_S) -> None:
+    def _until(self, holds: Callable[[], bool], process: Process, what: str, deadline_s: float = RUN_S) -> None:
         until = time.monotonic() + deadline_s
         while not holds():
             assert time.monotonic() < until, f"waited {deadline_s:.0f} s for {what}\n{process.tail()}"
@@ -185,7 +185,7 @@ class Runner:
         if self._left is not None:
             left, self._left = self._left, None
             left.signal(signal.SIGINT)
-            assert left.wait(_DEADLINE_S) == 130, left.tail()
+            assert left.wait(RUN_S) == 130, left.tail()
 
     def _terminal(self, text: str) -> None:
         """In a terminal of 80 x 24: it shows the run, and `q` ends it."""
@@ -198,7 +198,7 @@ class Runner:
             stdin=theirs, stdout=theirs, stderr=theirs, env=env, cwd=self.space.directory, start_new_session=True,
         )  # fmt: skip
         os.close(theirs)
-        seen, asked, until = b"", False, time.monotonic() + _DEADLINE_S
+        seen, asked, until = b"", False, time.monotonic() + RUN_S
         while popen.poll() is None:
             assert time.monotonic() < until, f"{text}: {seen[-2000:]!r}"
             if select.select([ours], [], [], 0.1)[0]:
@@ -231,7 +231,7 @@ class Runner:
 
     def _collect(self, text: str) -> None:
         words = [sys.executable, *shlex.split(text)[1:], "--collect-only", "-p", "no:cacheprovider"]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=_DEADLINE_S)
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
         assert done.returncode == 0, f"{text}: finds no test\n{done.stdout}{done.stderr}"
 
     def _extra(self, text: str) -> None:

@@ -10,9 +10,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.deadlines import HANG_S, RUN_S
+
 MARK = "SLUICE_TEST_MARK"
 BIN = Path(sys.executable).parent
-DEADLINE_S = 240.0
 
 # What a shell starts in the background ignores SIGINT, and so would every child; one that is handled here is not
 # inherited. Tests interrupt their processes.
@@ -37,14 +38,14 @@ class Process:
         """SIGKILL, also of a stopped process; returns when it is gone."""
         self.expendable = True
         self.popen.kill()
-        self.popen.wait(60)
+        self.popen.wait(HANG_S)
 
-    def terminate(self, deadline_s: float = DEADLINE_S) -> int:
+    def terminate(self, deadline_s: float = RUN_S) -> int:
         """SIGTERM; returns the exit code."""
         self.popen.terminate()
         return self.wait(deadline_s)
 
-    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+    def wait(self, deadline_s: float = RUN_S) -> int:
         """The exit code; fails with the log when the process goes on."""
         try:
             return self.popen.wait(deadline_s)
@@ -94,7 +95,7 @@ def marked(mark: str) -> dict[int, str]:
     return found
 
 
-def wait_gone(mark: str, deadline_s: float = 60.0) -> None:
+def wait_gone(mark: str, deadline_s: float = HANG_S) -> None:
     """Fails when processes with the mark are still there at the deadline."""
     until = time.monotonic() + deadline_s
     while left := marked(mark):
@@ -107,7 +108,7 @@ def end_all(processes: list[Process], mark: str) -> None:
     for process in processes:
         if process.popen.poll() is None:
             process.kill()
-    until = time.monotonic() + 60
+    until = time.monotonic() + HANG_S
     while (left := marked(mark)) and time.monotonic() < until:
         for pid in left:
             try:

@@ -25,7 +25,8 @@ from sluice.pipeline.queue import job_id_for, rollout_group_for
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import SequenceResult, decode
-from tests.e2e.processes import BIN, DEADLINE_S, Process, end_all, environment, launch, marked
+from tests.deadlines import RUN_S
+from tests.e2e.processes import BIN, Process, end_all, environment, launch, marked
 
 Row = dict[str, Any]
 STOPPED = 128 + signal.SIGTERM  # of a role that was asked to stop
@@ -118,7 +119,7 @@ class Stack:
 
         return asyncio.run(read())
 
-    def wait(self, holds: Callable[[Snapshot], Any], cause: str, deadline_s: float = DEADLINE_S) -> Snapshot:
+    def wait(self, holds: Callable[[Snapshot], Any], cause: str, deadline_s: float = RUN_S) -> Snapshot:
         """Wait until a condition holds; fails with the cause and all logs, at once when a process failed."""
         until = time.monotonic() + deadline_s
         while not holds(now := self.snapshot()):
@@ -128,7 +129,7 @@ class Stack:
             time.sleep(0.04)
         return now
 
-    def finish(self, deadline_s: float = DEADLINE_S) -> Snapshot:
+    def finish(self, deadline_s: float = RUN_S) -> Snapshot:
         """Wait for the end of the run, then for its trainer and consumer, and end the workers."""
         now = self.wait(lambda now: now.complete and now.state == "finished", "the end of the run", deadline_s)
         for process in self.processes:

@@ -12,20 +12,21 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, text_rows
-from tests.e2e.processes import DEADLINE_S, Process, wait_gone
+from tests.e2e.processes import Process, wait_gone
 
 
 def poll(holds: Callable[[], Any], cause: str, command: Process) -> Any:
     """What it returns once that is true."""
-    until = time.monotonic() + DEADLINE_S
+    until = time.monotonic() + RUN_S
     while True:
         try:
             if found := holds():
                 return found
         except OSError:  # not there yet
             pass
-        assert time.monotonic() < until, f"waited {DEADLINE_S:.0f} s for {cause}\n{command.tail()}"
+        assert time.monotonic() < until, f"waited {RUN_S:.0f} s for {cause}\n{command.tail()}"
         time.sleep(0.1)
 
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
+from tests.deadlines import RUN_S
 from tests.demo_runs import inlined
 from tests.e2e.fixtures import MakeStack
 from tests.e2e.processes import Process, wait_gone
 
 _PROMPTS = 1280
-_DEADLINE_S = 900.0  # the warm start included; an idle machine needs a tenth
 
 
-@pytest.mark.timeout(1000)
 def test_the_demo_learns_from_pictures_and_loses_nothing(make_stack: MakeStack) -> None:
     stack = make_stack([], embedded=True)
     directory = stack.directory / "demo"
     demo = stack.sluice("demo", "--prompts", str(_PROMPTS), "--dir", str(directory), "--json")
-    assert demo.wait(_DEADLINE_S) == 0, demo.tail()
+    assert demo.wait(RUN_S) == 0, demo.tail()
     wait_gone(stack.mark)
     found = answer(demo)
     assert (found["enqueued"], found["trained"]) == (_PROMPTS, _PROMPTS)

@@ -13,6 +13,7 @@ import yaml
 
 from scripts import kubernetes as manifests
 from tests.chaos.blows import NO_JOBS, stop, stop_while_it_holds_jobs
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import BIN, Process
 from tests.e2e.stack import Stack
@@ -146,7 +147,7 @@ def test_arqs_own_command_serves_the_queue_and_hands_its_jobs_back(make_stack: M
     assert first.name not in stack.leased().values()
     second.signal(signal.SIGCONT)
     # A lease that is left behind would block its job for a quarter of an hour.
-    end = stack.finish(deadline_s=600)
+    end = stack.finish(deadline_s=RUN_S)
     stack.assert_exactly_once()
     assert (end.dead, end.redelivered_jobs) == (0, 0)
     assert second.popen.poll() == 0

@@ -14,7 +14,6 @@ from tests.e2e.docs_rules import ELSEWHERE
 from tests.e2e.docs_runner import Runner
 from tests.e2e.docs_workspace import Workspace
 
-pytestmark = pytest.mark.timeout(900)  # of the longest page, on a machine with other work
 FINISHED = "sluice run -c configs/text.yaml --model ./my-model --data prompts.jsonl"
 
 

@@ -13,8 +13,9 @@ from typing import Any
 from sluice.pipeline.broker import connection
 from sluice.pipeline.queue import Credit, JobQueue, job_id_for
 from sluice.pipeline.wire.messages import DecodeJob, SamplingParams
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, text_rows
-from tests.e2e.processes import DEADLINE_S, Process
+from tests.e2e.processes import Process
 from tests.e2e.stack import Stack
 from tests.keda import Autoscaler
 
@@ -70,7 +71,7 @@ def test_a_wave_of_load_loses_nothing(make_stack: MakeStack) -> None:
 
 def follow(stack: Stack, scaler: Autoscaler, deployment: Deployment) -> None:
     """Until there is no job and no worker."""
-    until = time.monotonic() + DEADLINE_S
+    until = time.monotonic() + RUN_S
     with stack.client() as client:
         raw: Any = client
         while (jobs := raw.zcard(stack.keys.jobs)) or deployment.up:

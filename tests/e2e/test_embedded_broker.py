@@ -8,15 +8,16 @@ from typing import Any
 
 import redis
 
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack
-from tests.e2e.processes import DEADLINE_S, Process, wait_gone
+from tests.e2e.processes import Process, wait_gone
 from tests.e2e.stack import Stack
 
 
 def start_broker(stack: Stack) -> tuple[Process, redis.Redis]:
     """`sluice broker`, and a connection to it."""
     process = stack.start("broker")
-    until = time.monotonic() + DEADLINE_S
+    until = time.monotonic() + RUN_S
     while "broker ready" not in process.text():
         assert time.monotonic() < until, process.tail()
         time.sleep(0.02)

@@ -11,12 +11,12 @@ from sluice.consumers.evaluation.results import FOLDER, evaluations, read_answer
 from sluice.consumers.training.step_log import read_steps
 from sluice.pipeline.status.evaluation import best_of
 from sluice.pipeline.status.run_end import read_end
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, text_rows
 from tests.e2e.processes import Process, wait_gone
 from tests.e2e.stack import Stack
 
 ROOT = Path(__file__).parents[2]
-SLOW_S = 400.0
 _HELD_OUT = 4
 
 
@@ -63,7 +63,7 @@ def rows(count: int) -> list[dict[str, object]]:
 def test_a_run_ends_with_the_evaluation_of_its_last_version_and_keeps_the_best(make_stack: MakeStack) -> None:
     stack = make_stack(rows(16))
     first = run_command(stack, "sluice.examples.own_reward:score", "eval.metric=reward_mean")
-    assert first.wait(SLOW_S) == 0, first.tail()
+    assert first.wait(RUN_S) == 0, first.tail()
     assert "complete: enqueued 64, trained 64, dead 0, dropped 0" in first.text()
     steps = read_steps(stack.run_dir / "metrics.jsonl")
     versions = [int(row["version"]) for row in results(stack)]
@@ -84,7 +84,7 @@ def test_a_run_ends_with_the_evaluation_of_its_last_version_and_keeps_the_best(m
     assert json.loads((stack.run_dir / "summary.json").read_text())["evaluated"] == 2 * _HELD_OUT * len(versions)
     before = (stack.run_dir / "evals.jsonl").read_bytes()
     second = run_command(stack, "sluice.examples.own_reward:score", "eval.metric=reward_mean")
-    assert second.wait(SLOW_S) == 0, second.tail()
+    assert second.wait(RUN_S) == 0, second.tail()
     assert (stack.run_dir / "evals.jsonl").read_bytes() == before
     wait_gone(stack.mark)
 
@@ -95,7 +95,7 @@ def test_a_run_whose_evaluations_get_no_better_stops_and_goes_on_with_more_patie
     reward = f"{stack.directory}/same.py:score"
     kept = "weights.retention=100"  # the first version is evaluated, however late the evaluator starts
     first = run_command(stack, reward, "eval.patience=2", kept)
-    assert first.wait(SLOW_S) == 0, first.tail()
+    assert first.wait(RUN_S) == 0, first.tail()
     assert "stopped: eval/pass@1 has not risen above 1 (v0) in 2 evaluations (eval.patience 2)" in first.text()
     steps = read_steps(stack.run_dir / "metrics.jsonl")
     assert len(steps) < 20, "of the 20 that the data are enough for"
@@ -104,7 +104,7 @@ def test_a_run_whose_evaluations_get_no_better_stops_and_goes_on_with_more_patie
     assert (end.state, end.exit_code, "eval.patience" in end.cause) == ("stopped", 0, True)
     assert len(results(stack)) == 3
     second = run_command(stack, reward, "eval.patience=100", kept)
-    assert second.wait(SLOW_S) == 0, second.tail()
+    assert second.wait(RUN_S) == 0, second.tail()
     assert "complete: enqueued 160, trained 160, dead 0, dropped 0" in second.text()
     assert len(results(stack)) > 3
     wait_gone(stack.mark)

@@ -27,7 +27,8 @@ import pytest
 from PIL import Image
 
 from sluice.pipeline.cli import main as cli
-from tests.e2e.processes import BIN, DEADLINE_S, Process, environment, launch
+from tests.deadlines import RUN_S
+from tests.e2e.processes import BIN, Process, environment, launch
 from tests.e2e.slow_plugin import QUICK, SLOW
 from tests.pictures import png
 from tests.tiny_models import save_tiny_model
@@ -104,7 +105,7 @@ def answers(path: Path) -> list[dict[str, Any]]:
 
 
 def wait_for_answers(part: Path, count: int, process: Process) -> None:
-    until = time.monotonic() + DEADLINE_S
+    until = time.monotonic() + RUN_S
     while not part.exists() or part.read_bytes().count(b"\n") <= count:
         assert process.popen.poll() is None, f"it ended before {count} answers\n{process.tail()}"
         assert time.monotonic() < until, process.tail()

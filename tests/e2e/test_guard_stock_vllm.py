@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
+from tests.deadlines import HANG_S, RUN_S
 from tests.killable_broker import free_ports
 from tests.loop_models import LoopModel, save_loop_model
 from tests.merged_tokenizers import qwen_like
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.vllm
 GUARD = {
     "enabled": True,
     "min_new_tokens": 12,
@@ -31,8 +32,6 @@ GUARD = {
 TOKENIZER: Any = qwen_like()
 ENTRY: tuple[int, ...] = tuple(TOKENIZER.encode(', "object_1": 2', add_special_tokens=False))
 SWITCH = "COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION"
-START_S = 600.0
-ANSWER_S = 120.0
 
 
 def start(model: Path, log: Path, port: int, **environment: str) -> subprocess.Popen[bytes]:
@@ -55,10 +54,10 @@ def end(server: subprocess.Popen[bytes]) -> None:
     if server.poll() is None:
         os.killpg(server.pid, signal.SIGTERM)
     try:
-        server.wait(20)
+        server.wait(HANG_S)
     except subprocess.TimeoutExpired:
         os.killpg(server.pid, signal.SIGKILL)
-        server.wait(20)
+        server.wait(HANG_S)
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +72,10 @@ def address(loops: LoopModel, tmp_path_factory: pytest.TempPathFactory) -> Itera
     environment = {SWITCH: "on", "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH": str(folder / "guard.json")}
     server = start(loops.directory, folder / "log", port, **environment)
     try:
-        until = time.monotonic() + START_S
+        until = time.monotonic() + RUN_S
         while ask(f"http://127.0.0.1:{port}/health")[0] != 200:
             assert server.poll() is None, (folder / "log").read_text()[-3000:]
-            assert time.monotonic() < until, f"not up after {START_S} s\n{(folder / 'log').read_text()[-3000:]}"
+            assert time.monotonic() < until, f"not up after {RUN_S} s\n{(folder / 'log').read_text()[-3000:]}"
             time.sleep(0.3)
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -88,7 +87,7 @@ def ask(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
     data = None if body is None else json.dumps(body).encode()
     try:
         with urllib.request.urlopen(
-            urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=ANSWER_S
+            urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=HANG_S
         ) as answer:
             text = answer.read()
             return answer.status, json.loads(text) if text else None

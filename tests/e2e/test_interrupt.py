@@ -10,18 +10,19 @@ import pytest
 
 from sluice.demo.digits.warm_start import WarmStartSettings, warm_start_key
 from sluice.pipeline.broker.embedded import embedded_broker
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, detection_rows
-from tests.e2e.processes import DEADLINE_S, Process, wait_gone
+from tests.e2e.processes import Process, wait_gone
 from tests.e2e.stack import Stack
 
 
 def wait_for(holds: object, cause: str, process: Process, stack: Stack) -> None:
     """Wait until a callable holds while a process runs."""
-    until = time.monotonic() + DEADLINE_S
+    until = time.monotonic() + RUN_S
     assert callable(holds)
     while not holds():
         assert process.popen.poll() is None, f"it ended before {cause}\n{process.tail()}"
-        assert time.monotonic() < until, f"waited {DEADLINE_S:.0f} s for {cause}\n{process.tail()}"
+        assert time.monotonic() < until, f"waited {RUN_S:.0f} s for {cause}\n{process.tail()}"
         time.sleep(0.02)
 
 

@@ -12,12 +12,12 @@ from sluice.consumers.history.files import history_directory
 from sluice.consumers.history.reader import HistoryReader
 from sluice.consumers.history.records import SequenceFilter
 from sluice.consumers.training.step_log import read_steps
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, text_rows
 from tests.e2e.processes import Process, wait_gone
 from tests.e2e.stack import Stack
 
 ROOT = Path(__file__).parents[2]
-SLOW_S = 400.0
 HANGS = """
 import threading
 from sluice.examples.own_reward import score as own
@@ -60,7 +60,7 @@ def test_a_run_learns_from_ones_own_function_and_its_failures_cost_their_own_seq
     stack = make_stack(rows(16))
     (stack.directory / "own.py").write_text(HANGS)
     run = run_command(stack, f"{stack.directory}/own.py:score", "rollout_matching.reward_timeout_s=10")
-    assert run.wait(SLOW_S) == 0, run.tail()
+    assert run.wait(RUN_S) == 0, run.tail()
     assert "complete: enqueued 64, trained 56, dead 0, dropped 8" in run.text()
     assert f"dropped (reward_failed 4, reward_timeout 4): `sluice dlq list {stack.run_dir} --dropped`" in run.text()
     steps = read_steps(stack.run_dir / "metrics.jsonl")
@@ -97,7 +97,7 @@ def test_a_loss_of_ones_own_trains_the_groups_that_differ(make_stack: MakeStack)
         "trainer.schedule_steps": 30,
     }
     run = run_command(stack, f"{stack.directory}/own.py:score", *[f"{key}={value}" for key, value in settings.items()])
-    assert run.wait(SLOW_S) == 0, run.tail()
+    assert run.wait(RUN_S) == 0, run.tail()
     reader = HistoryReader(history_directory(stack.config))
     found = reader.sequences(SequenceFilter(), limit=100).rows
     reader.close()
@@ -133,7 +133,7 @@ def test_a_frozen_reference_is_scored_by_the_runs_own_scorer(make_stack: MakeSta
     if loss != "dpo":
         settings["policy.kl_coef"] = 0.1
     run = run_command(stack, f"{stack.directory}/own.py:score", *[f"{key}={value}" for key, value in settings.items()])
-    assert run.wait(SLOW_S) == 0, run.tail()
+    assert run.wait(RUN_S) == 0, run.tail()
     assert "complete: enqueued 64, trained 64, dead 0, dropped 0" in run.text()
     steps = read_steps(stack.run_dir / "metrics.jsonl")
     assert [step["train/minibatches"] for step in steps] == [2] * 8
@@ -156,8 +156,8 @@ def test_a_loop_of_ones_own_prefers_the_best_of_each_group(make_stack: MakeStack
     run = run_command(stack, f"{stack.directory}/own.py:score", "trainer.external=true")
     stack.wait(lambda now: now.accepted >= 8, "samples for the loop")
     loop = stack.spawn([sys.executable, str(ROOT / "examples/prefer_best.py"), str(stack.run_dir)], name="prefer-best")
-    assert run.wait(SLOW_S) == 0, run.tail()
-    assert loop.wait(SLOW_S) == 0, loop.tail()
+    assert run.wait(RUN_S) == 0, run.tail()
+    assert loop.wait(RUN_S) == 0, loop.tail()
     assert "version 4: " in loop.text()
     found = [step["custom/pairs"] for step in read_steps(stack.run_dir / "metrics.jsonl")]
     assert len(found) == 4

@@ -17,6 +17,7 @@ from sluice.bench.ranks import CASES, TENSOR_PARALLEL, gradient_errors
 from sluice.consumers.training.trainer import train
 from sluice.pipeline.config import load_config
 from sluice.pipeline.wire.messages import TrainingSample
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import BIN, Process, wait_gone
 from tests.e2e.ready_batches import STEPS, TOLERANCE, apart, ready_run
@@ -180,7 +181,7 @@ def test_each_sample_of_a_run_is_trained_once(make_stack: MakeStack) -> None:
     trainer = {"ranks": 2, "learning_rate": 1e-3, "fsdp": {"mixed_precision": "bf16"}}
     stack = make_stack(detection_rows(40), trainer=trainer, weights={"probe_tolerance": 0.1})
     run = stack.start("run")
-    assert run.wait(400) == 0, run.tail()
+    assert run.wait(RUN_S) == 0, run.tail()
     stack.assert_exactly_once()
     log = (stack.run_dir / "logs/worker-0.log").read_text()
     assert "weights loaded" in log

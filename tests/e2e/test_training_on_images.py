@@ -12,8 +12,9 @@ import redis
 
 from sluice.consumers.training.step_log import read_rollouts, read_steps
 from tests.chaos.blows import resume, stop_while_it_decodes
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack
-from tests.e2e.processes import DEADLINE_S, Process
+from tests.e2e.processes import Process
 from tests.e2e.stack import Row, Stack
 from tests.seen_samples import image_files
 from tests.tiny_vision_models import save_tiny_qwen3_vl
@@ -93,7 +94,7 @@ def test_a_policy_run_on_pictures_has_every_number_right_with_updates_within_seq
         images={"roots": [str(root)]},
         policy={"enabled": True},
         producer={"group_size": 4, "samples_per_version": 8, "max_in_flight": 48, "max_staleness": 5},
-        worker={"checkpoint_tokens": 16, "max_batch": 4, "logprobs_mode": "processed", "lease_s": 2 * DEADLINE_S},
+        worker={"checkpoint_tokens": 16, "max_batch": 4, "logprobs_mode": "processed", "lease_s": 2 * RUN_S},
         sampling={"temperature": 0.8, "max_new_tokens": 80},
         trainer={"learning_rate": 3e-3, "keep_rollouts": None, "freeze_vision": False},
         weights={"retention": 1000},

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.deadlines import HANG_S
 from tests.e2e.processes import BIN, Process, environment, launch
 from tests.hosts.network import Host
 
@@ -128,7 +129,7 @@ class Fleet:
         """Start nothing more."""
         self._ending.set()
         if self._keeper is not None:
-            self._keeper.join(30)
+            self._keeper.join(HANG_S)
             self._keeper = None
 
     def tails(self) -> list[str]:

@@ -13,7 +13,8 @@ from sluice.pipeline.broker import connection
 from sluice.pipeline.broker.embedded import find_server
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.status.snapshot import Snapshot
-from tests.e2e.processes import BIN, DEADLINE_S, Process, end_all, environment, launch
+from tests.deadlines import RUN_S
+from tests.e2e.processes import BIN, Process, end_all, environment, launch
 from tests.e2e.stack import Row, Stack
 from tests.hosts.network import Direction, Host, Network
 
@@ -47,7 +48,7 @@ class HostBroker:
         env = environment(self._mark)
         self._process = launch(command, name="broker", log=directory / "broker.log", env=env, cwd=directory)
 
-    def wait_ready(self, deadline_s: float = DEADLINE_S) -> None:
+    def wait_ready(self, deadline_s: float = RUN_S) -> None:
         """Until it answers on its own host."""
         until = time.monotonic() + deadline_s
         while True:
@@ -122,7 +123,7 @@ class HostStack(Stack):
 
     def cut_while_it_holds_jobs(self, host: str, worker: Process, direction: Direction) -> set[str]:
         """Cut a worker's host off in the middle of its work; returns the jobs that it held then."""
-        until = time.monotonic() + DEADLINE_S
+        until = time.monotonic() + RUN_S
         while time.monotonic() < until:
             if self.held_by(worker):
                 self.cut(host, direction)

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.deadlines import HANG_S
+
 Direction = Literal["both", "there", "back"]
 
 _PREFIX = "sluice-test"
@@ -36,12 +38,12 @@ class NetworkError(Exception):
     """`ip` refused something; the message is its own."""
 
 
-def ip(*arguments: str, deadline_s: float = 60.0) -> str:
+def ip(*arguments: str, deadline_s: float = HANG_S) -> str:
     """Run `ip ARGUMENTS…` and return its output; raises NetworkError."""
     return _run("ip", *arguments, deadline_s=deadline_s)
 
 
-def _run(*command: str, deadline_s: float = 60.0) -> str:
+def _run(*command: str, deadline_s: float = HANG_S) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
     if done.returncode:
         raise NetworkError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.deadlines import HANG_S
 from tests.hosts.network import Direction
 
 _CHUNK = 1 << 16
@@ -39,7 +40,7 @@ class Relay:
         self._is_up, self._error = threading.Event(), list[BaseException]()
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
         self._thread.start()
-        assert self._is_up.wait(60), "the relay did not start"
+        assert self._is_up.wait(HANG_S), "the relay did not start"
         assert not self._error, self._error
 
     def delay(self, peer: str, seconds: float) -> Callable[[], None]:
@@ -74,7 +75,7 @@ class Relay:
         """Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10)
+            self._thread.join(HANG_S)
 
     def _do(self, act: Callable[[], None]) -> None:
         if self._thread.is_alive():

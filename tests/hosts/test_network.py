@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import HANG_S
 from tests.hosts.fleet import no_memory_groups
 from tests.hosts.network import Direction, Host, Network, missing
 from tests.hosts.relay import Relay
@@ -20,17 +21,16 @@ from tests.soak.site import Site
 MakeNetwork = Callable[..., Network]
 PORT = 7000
 _SOON_S = 0.5
-_LATE_S = 60.0  # a machine that stands still, and retransmissions at growing intervals
 
 
 def joined(one: Host, other: Host) -> tuple[socket.socket, socket.socket]:
     """Both ends of a connection that `one` opened."""
     with other.inside(), socket.create_server((other.address, PORT)) as server:
         with one.inside():
-            near = socket.create_connection((other.address, PORT), timeout=_LATE_S)
+            near = socket.create_connection((other.address, PORT), timeout=HANG_S)
         far, peer = server.accept()
     assert peer[0] == one.address
-    far.settimeout(_LATE_S)
+    far.settimeout(HANG_S)
     return near, far
 
 
@@ -54,15 +54,15 @@ def test_a_cut_is_silent_and_what_was_sent_arrives_after_it(
     one, other = network.hosts["one"], network.hosts["other"]
     near, far = joined(one, other)
     with near, far:
-        assert arrives(near, far, b"hello", _LATE_S)
-        assert arrives(far, near, b"hello", _LATE_S)
+        assert arrives(near, far, b"hello", HANG_S)
+        assert arrives(far, near, b"hello", HANG_S)
         network.cut(one, other, direction)
-        assert arrives(near, far, b"there", _LATE_S if there else _SOON_S) is there
-        assert arrives(far, near, b"back", _LATE_S if back else _SOON_S) is back
+        assert arrives(near, far, b"there", HANG_S if there else _SOON_S) is there
+        assert arrives(far, near, b"back", HANG_S if back else _SOON_S) is back
         network.mend()
         for sender, receiver, lost in ((near, far, b"" if there else b"there"), (far, near, b"" if back else b"back")):
             sender.sendall(b".")
-            receiver.settimeout(_LATE_S)  # the sender repeats what was lost at growing intervals
+            receiver.settimeout(HANG_S)  # the sender repeats what was lost at growing intervals
             want, got = lost + b".", b""
             while len(got) < len(want):
                 got += receiver.recv(100)
@@ -73,7 +73,7 @@ def test_a_connection_is_not_refused_during_a_cut_but_waited_for(make_network: M
     network = make_network("one", "other")
     one, other = network.hosts["one"], network.hosts["other"]
     with one.inside(), pytest.raises(ConnectionRefusedError):
-        socket.create_connection((other.address, PORT), timeout=_LATE_S)
+        socket.create_connection((other.address, PORT), timeout=HANG_S)
     for direction in ("both", "there", "back"):
         network.cut(one, other, direction)
         with one.inside(), pytest.raises(TimeoutError):
@@ -103,11 +103,11 @@ def test_a_link_that_is_down_a_route_that_is_gone_and_a_slow_link_end_when_asked
         plug_in = network.unplug(one)
         assert not arrives(near, far, b"a", _SOON_S)
         plug_in()
-        far.settimeout(_LATE_S)
+        far.settimeout(HANG_S)
         assert far.recv(1) == b"a"
         route = network.unroute(one, other)
         with one.inside(), pytest.raises(OSError, match="No route to host"):
-            socket.create_connection((other.address, PORT), timeout=_LATE_S)
+            socket.create_connection((other.address, PORT), timeout=HANG_S)
         route()
         widen = network.narrow(one, 256)
         began, size = time.monotonic(), 32 << 10
@@ -115,12 +115,12 @@ def test_a_link_that_is_down_a_route_that_is_gone_and_a_slow_link_end_when_asked
         assert received(far, size) >= size
         assert time.monotonic() - began > 0.5  # 32 KiB at 32 KB/s, but for the bucket's 4
         widen()
-        assert arrives(near, far, b"b", _LATE_S)
+        assert arrives(near, far, b"b", HANG_S)
 
 
 def received(receiver: socket.socket, size: int) -> int:
     got = 0
-    receiver.settimeout(_LATE_S)
+    receiver.settimeout(HANG_S)
     while got < size:
         got += len(receiver.recv(1 << 16))
     return got
@@ -135,19 +135,19 @@ def test_a_relay_delays_and_stalls_one_peer_in_one_direction(make_network: MakeN
             pairs: list[tuple[socket.socket, socket.socket]] = []
             for host in (one, two):
                 with host.inside():
-                    near = socket.create_connection((far.address, PORT + 1), timeout=_LATE_S)
+                    near = socket.create_connection((far.address, PORT + 1), timeout=HANG_S)
                 pairs.append((near, server.accept()[0]))
             (near, end), (other, other_end) = pairs
             again = relay.stall(one.address, "there")
             assert not arrives(near, end, b"x", _SOON_S)
-            assert arrives(end, near, b"y", _LATE_S)
-            assert arrives(other, other_end, b"z", _LATE_S)
+            assert arrives(end, near, b"y", HANG_S)
+            assert arrives(other, other_end, b"z", HANG_S)
             again()
-            end.settimeout(_LATE_S)
+            end.settimeout(HANG_S)
             assert end.recv(1) == b"x"
             at_once = relay.delay(one.address, _SOON_S)
             began = time.monotonic()
-            assert arrives(end, near, b"late", _LATE_S)
+            assert arrives(end, near, b"late", HANG_S)
             assert time.monotonic() - began >= _SOON_S
             at_once()
         finally:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import detection_rows
-from tests.e2e.processes import DEADLINE_S, Process
+from tests.e2e.processes import Process
 from tests.e2e.stack import STOPPED
 from tests.hosts.conftest import MakeHosts
 from tests.hosts.host_stack import BROKER, PORT, HostStack
@@ -67,7 +68,7 @@ def bear(stack: HostStack, worker: Process, harm: Callable[[], Callable[[], None
 
 def stalled(stack: HostStack) -> Any:
     """What `status --why` says once it calls the run stalled; who hears nothing is heard now and then."""
-    until = time.monotonic() + DEADLINE_S
+    until = time.monotonic() + RUN_S
     while True:
         asked = stack.start_on(BROKER, "status", "--why", "--json")
         asked.expendable = True

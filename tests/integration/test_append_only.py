@@ -18,10 +18,9 @@ from sluice.pipeline.broker.embedded import embedded_broker
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.status.heartbeat import StatusReporter
 from sluice.pipeline.wire.keys import Keys
+from tests.deadlines import HANG_S
 from tests.killable_broker import KillableBroker
 from tests.roles import eventually
-
-_WAIT_S = 120.0
 
 
 class Cramped(KillableBroker):
@@ -65,9 +64,9 @@ class Cramped(KillableBroker):
 
 
 def wait(holds: Callable[[], bool], cause: str) -> None:
-    until = time.monotonic() + _WAIT_S
+    until = time.monotonic() + HANG_S
     while not holds():
-        assert time.monotonic() < until, f"waited {_WAIT_S} s for {cause}"
+        assert time.monotonic() < until, f"waited {HANG_S} s for {cause}"
         time.sleep(0.02)
 
 
@@ -110,13 +109,13 @@ async def test_a_process_that_gets_through_again_has_the_file_written_anew(broke
             async def is_refused() -> bool:
                 return broker.refusals() > before
 
-            await eventually(is_refused, "a heartbeat to be refused", _WAIT_S)
+            await eventually(is_refused, "a heartbeat to be refused", HANG_S)
             broker.limit(None)
 
             async def is_new() -> bool:
                 return not broker.file.exists()
 
-            await eventually(is_new, "another file", _WAIT_S)
+            await eventually(is_new, "another file", HANG_S)
         finally:
             beats.cancel()
             await asyncio.gather(beats, return_exceptions=True)

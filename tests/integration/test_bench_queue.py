@@ -12,6 +12,7 @@ import pytest
 
 from sluice.bench.queue.race import saq_is_installed
 from tests.benches import bench_command, bench_environment, left_behind, run_bench
+from tests.deadlines import HANG_S
 
 OPTIONS = ["--quick", "--workers", "2"]
 BY_COUNT = ("ours_jobs_s", "arq_jobs_s", "arq_best_jobs_s", "claims_per_job", "claim_calls_per_job")
@@ -42,7 +43,7 @@ def test_a_signal_ends_every_process(tmp_path: Path) -> None:
             _wait_for_workers(tmp_path, bench)
             assert len(_processes_of(tmp_path)) > 3  # the bench, three brokers, workers
             bench.send_signal(signal.SIGINT)
-            printed, _ = bench.communicate(timeout=120)
+            printed, _ = bench.communicate(timeout=HANG_S)
         finally:
             bench.kill()
     assert bench.returncode != 0
@@ -52,7 +53,7 @@ def test_a_signal_ends_every_process(tmp_path: Path) -> None:
 
 
 def _wait_for_workers(cwd: Path, bench: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + HANG_S
     while not list((cwd / ".sluice/bench").glob("run-*/ours-*.log")):
         assert bench.poll() is None, "the benchmark ended before its workers started"
         assert time.monotonic() < until, "no worker's log for 120 s"

@@ -33,6 +33,7 @@ from sluice.pipeline.queue import (
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys, run_of, tagged
 from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, decode
+from tests.deadlines import HANG_S
 from tests.factories import decode_job, sequence_result, training_sample
 from tests.failovers import PASSWORD, Cluster
 from tests.roles import eventually
@@ -125,7 +126,7 @@ async def test_a_stock_arq_client_asks_the_slots_primary(
     job = await pool.enqueue_job("shout", "hello", _queue_name=keys.jobs, _job_id=tagged(keys.run, "mine"))
     assert job is not None
     assert await job.status() == JobStatus.queued
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         await worker.main()
         assert await job.result() == "HELLO"
     await pool.aclose(close_connection_pool=True)

@@ -26,6 +26,7 @@ from sluice.pipeline.user_modules import load_object
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, decode, encode
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from tests.deadlines import HANG_S
 from tests.factories import sequence_result
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_tokenizer import tiny_codec
@@ -250,7 +251,7 @@ async def test_a_complete_run_ends_the_consumer(
     async with role_of(config_of(broker_config, keys, run_dir), "consumer", "c") as role:
         owner = Ownership(role.client, role.keys, "consumer:0")
         await owner.acquire(10, role.status.waiting)
-        await asyncio.wait_for(Consumer(role, 0, owner, TASK, CONTEXT).run(), 60)
+        await asyncio.wait_for(Consumer(role, 0, owner, TASK, CONTEXT).run(), HANG_S)
 
 
 async def test_the_successor_of_a_killed_consumer_makes_the_same_batches(

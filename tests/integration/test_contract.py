@@ -16,6 +16,7 @@ from sluice.pipeline.queue.trained import INCARNATION, begin_again, recognise
 from sluice.pipeline.run import role as contract
 from sluice.pipeline.status.heartbeat import ALIVE_S, StatusReporter
 from sluice.pipeline.wire.keys import Keys
+from tests.deadlines import HANG_S
 from tests.roles import role_of, run_config
 
 
@@ -90,7 +91,7 @@ async def test_a_clock_that_is_late_makes_nobody_dead(client: Any, keys: Keys, m
 async def test_who_said_that_it_ended_is_not_waited_for(client: Any, keys: Keys, made: Any) -> None:
     await take_part(client, made(), "ended")
     await left_behind(client, keys, "ended", ended_at=1.7e9, error="x")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         status = StatusReporter(client, keys, "worker", "new")
         await contract.take_part(client, made(consumer={"count": 2}), status, wait_s=0, still_s=3600)
 

@@ -22,6 +22,7 @@ from sluice.pipeline.wire.messages import Progress, SamplingParams, SequenceResu
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
+from tests.deadlines import HANG_S
 from tests.decode_workers import working
 from tests.factories import decode_job
 from tests.roles import eventually, run_config
@@ -68,7 +69,7 @@ async def test_progress_of_a_running_sequence_reaches_the_next_worker(
             """In the engine's thread: the sequence is still running when its worker is stopped."""
             store(claim, index, progress)
             if progress.offset:
-                gate.wait(120)
+                gate.wait(HANG_S)
 
         worker._store = hold  # type: ignore[method-assign]
 
@@ -112,7 +113,7 @@ async def test_what_a_stopped_worker_has_of_a_sequence_is_stored_whole(
         def hold(claim: Claim, index: int, progress: Progress) -> None:
             """In the engine's thread: first until both run, then until the stop reaches the engine."""
             store(claim, index, progress)
-            until = time.monotonic() + 120
+            until = time.monotonic() + HANG_S
             while worker._slots.running < 2 and time.monotonic() < until:
                 time.sleep(0.001)
             if progress.offset >= 6 and not is_held.is_set():
@@ -153,9 +154,9 @@ async def test_a_plain_call_is_answered_and_an_unknown_one_is_a_dead_letter(
     assert ping
     assert other
     async with working(config, backend):
-        assert (await ping.result(timeout=60, poll_delay=0.01))["worker"] == "w"
+        assert (await ping.result(timeout=HANG_S, poll_delay=0.01))["worker"] == "w"
         with pytest.raises(Exception, match=r"teapot.*decode, ping"):
-            await other.result(timeout=60, poll_delay=0.01)
+            await other.result(timeout=HANG_S, poll_delay=0.01)
     assert (await snapshot(client, keys)).reasons == {"dead:unknown_function": 1}
 
 

@@ -19,6 +19,7 @@ from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.queue import Credit, JobQueue, dead_letters
 from sluice.pipeline.queue.dead_letters import Selection
 from sluice.pipeline.wire.keys import Keys
+from tests.deadlines import HANG_S
 from tests.factories import decode_job
 from tests.roles import run_config
 
@@ -39,7 +40,7 @@ def drop_at_a_terminal(broker: BrokerConfig, keys: Keys, answer: str, cwd: Path)
         os.write(ours, f"{answer}\n".encode())
         command = [sys.executable, "-m", "sluice.pipeline.cli.main", "dlq", "drop", "--all", "--set", f"run={keys.run}"]
         env = {**os.environ, "REDIS_URL": str(broker.url), "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(command, stdin=theirs, capture_output=True, text=True, env=env, cwd=cwd, timeout=100)
+        done = subprocess.run(command, stdin=theirs, capture_output=True, text=True, env=env, cwd=cwd, timeout=HANG_S)
         return done.returncode, done.stdout + done.stderr
     finally:
         os.close(ours)

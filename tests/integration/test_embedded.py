@@ -25,6 +25,7 @@ from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, Own, RoleKey
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError
+from tests.deadlines import HANG_S
 
 HOLD = """
 import sys
@@ -54,7 +55,7 @@ def card(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "broker.json").read_text())
 
 
-def wait_for(holds: Any, cause: str, deadline_s: float = 120) -> None:
+def wait_for(holds: Any, cause: str, deadline_s: float = HANG_S) -> None:
     until = time.monotonic() + deadline_s
     while not holds():
         assert time.monotonic() < until, f"waited for {cause}"
@@ -103,7 +104,7 @@ def test_a_second_process_joins_and_leaves_the_broker_running(tmp_path: Path) ->
     with embedded_broker(BrokerConfig(embedded_dir=str(tmp_path))) as url:
         with holder(tmp_path) as second:
             assert url_of(second) == url
-            second.communicate("", timeout=120)
+            second.communicate("", timeout=HANG_S)
         assert connected(url).ping()
 
 
@@ -127,17 +128,17 @@ def test_who_joined_starts_the_broker_again_when_its_owner_ends(tmp_path: Path, 
             assert url_of(second) == url
             owned = card(tmp_path)["pid"]
             if end is None:
-                first.communicate("", timeout=120)
+                first.communicate("", timeout=HANG_S)
             else:
                 first.send_signal(end)
-                first.wait(120)
+                first.wait(HANG_S)
             wait_for(lambda: answering(url) not in (owned, None), "the heir's broker")
             assert answering(url) == card(tmp_path)["pid"]
             assert connected(url).get("kept") == b"1"
             with holder(tmp_path) as third:
                 assert url_of(third) == url
-                third.communicate("", timeout=120)
-            second.communicate("", timeout=120)
+                third.communicate("", timeout=HANG_S)
+            second.communicate("", timeout=HANG_S)
     assert is_down(url)
     assert not (tmp_path / "broker.json").exists()
 
@@ -168,7 +169,7 @@ def test_the_card_of_a_killed_broker_is_not_joined(tmp_path: Path, broker_config
         thread.join(0.3)
         assert not joined
         card.write_text(json.dumps({"url": broker_config.url, "pid": os.getpid()}))
-        thread.join(120)
+        thread.join(HANG_S)
     assert joined == [broker_config.url]
 
 
@@ -242,7 +243,7 @@ def test_data_that_take_long_to_load_do_not_fail_the_start(tmp_path: Path, monke
     with embedded_broker(config) as url:
         assert time.monotonic() - started > 2.0, "it was loaded before the shorter deadline: this shows nothing"
         assert connected(url).dbsize() == 24_000
-        second.join(120)
+        second.join(HANG_S)
         assert joined == [url]
 
 

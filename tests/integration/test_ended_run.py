@@ -30,6 +30,7 @@ from sluice.pipeline.status.run_end import RunEnd, write_end
 from sluice.pipeline.status.snapshot import Snapshot
 from sluice.pipeline.wire.keys import Keys
 from tests.command import call
+from tests.deadlines import HANG_S
 from tests.integration.test_dlq_command import bury_one
 from tests.killable_broker import free_ports
 from tests.roles import eventually
@@ -307,7 +308,7 @@ async def test_the_dashboard_shows_it_and_follows_the_run_when_it_is_back(config
         with embedded_broker(config.broker):
             await eventually(holds(shows_running), "the run's own broker", 60)
             serving.terminate()
-            assert await asyncio.wait_for(serving.wait(), 60) == 143
+            assert await asyncio.wait_for(serving.wait(), HANG_S) == 143
     finally:
         if serving.returncode is None:
             serving.kill()
@@ -332,7 +333,7 @@ async def test_the_dashboard_of_a_renamed_run_shows_what_its_broker_stored(confi
         assert f'{tmp_path / "kept"}">(directory kept)</span>' in page
     finally:
         serving.terminate()
-        await asyncio.wait_for(serving.wait(), 60)
+        await asyncio.wait_for(serving.wait(), HANG_S)
 
 
 def test_a_second_dashboard_has_a_port_of_its_own() -> None:

@@ -27,6 +27,7 @@ from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.workers.engine.hf import HfBackend
 from tests.cut_off import cut_off_at
+from tests.deadlines import HANG_S
 from tests.integration.test_decode_worker import working
 from tests.integration.test_midflight_worker import Published, engine
 from tests.roles import eventually, role_of, run_config
@@ -119,7 +120,7 @@ async def test_every_version_is_evaluated_under_itself_and_the_last_one_at_the_e
         await eventually(lambda: has(config, 0, 2), "the result two versions later")
         await published.publish(3)
         await client.set(keys.state, "finished")
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG_S):
             await running
     assert [row["version"] for row in results(config)] == [0, 2, 3]
     for row in results(config):
@@ -190,7 +191,7 @@ async def test_a_killed_evaluator_goes_on_where_it_was(
     await client.set(keys.state, "finished")
 
     async def whole() -> None:
-        async with evaluating(config) as running, asyncio.timeout(120):
+        async with evaluating(config) as running, asyncio.timeout(HANG_S):
             await running
 
     async with engine(config, 4) as backend, working(config, backend):
@@ -281,7 +282,7 @@ async def test_without_workers_it_ends_with_its_cause(
     config = replace(config, eval=replace(config.eval, wait_s=0.5))
     async with evaluating(config) as running:
         with pytest.raises(DeadlineExceeded, match=r"eval\.wait_s.*under v0 are open: are workers alive"):
-            await asyncio.wait_for(running, 60)
+            await asyncio.wait_for(running, HANG_S)
 
 
 async def test_few_sequences_are_in_the_queue_at_once(

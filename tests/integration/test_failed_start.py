@@ -15,6 +15,7 @@ from sluice.pipeline.config import load_config
 from sluice.pipeline.errors import ConfigError, SluiceError
 from sluice.pipeline.run.stack import run_stack
 from sluice.pipeline.status.run_end import RunEnd, RunStart, Supervision, read_end, write_end
+from tests.deadlines import HANG_S
 
 
 def fail(home: Path, kind: type[Exception], *overrides: str, url: str = "") -> RunEnd:
@@ -74,7 +75,7 @@ def supervised(directory: Path) -> Generator[subprocess.Popen[bytes]]:
         yield held
     finally:
         held.kill()
-        held.communicate(timeout=60)
+        held.communicate(timeout=HANG_S)
 
 
 def test_a_supervisor_that_was_killed_is_told_from_one_that_is_alive(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from sluice.pipeline.wire.messages import DeadLetter, SamplingParams, SequenceRe
 from sluice.workers.fleet import members_of, work_for_all
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.contract.test_adapters import make
+from tests.deadlines import HANG_S
 from tests.factories import decode_job, sequence_result
 from tests.integration.test_blame import die
 from tests.roles import eventually, run_config
@@ -90,7 +91,7 @@ class Fleet:
             yield
         finally:
             stop.set()
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(HANG_S):
                 await worker
 
 

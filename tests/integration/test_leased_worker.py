@@ -15,6 +15,7 @@ from sluice.pipeline.errors import EngineError
 from sluice.pipeline.queue import Claim, Finished, Hooks, JobQueue, LeasedWorker
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
+from tests.deadlines import HANG_S
 from tests.factories import decode_job, sequence_result
 from tests.integration.test_jobs import PLENTY
 from tests.roles import eventually
@@ -88,7 +89,7 @@ async def test_a_job_starts_before_the_queue_is_asked_again(client: Any, keys: K
 
     serving = asyncio.create_task(leases.serve(Starter(leases), Hooks(before_claim=asks)))
     await enqueue(client, keys, "a")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         await started.wait()
     at = order.index("accepted")
     assert order[at : at + 2] == ["accepted", "started"]
@@ -146,7 +147,7 @@ async def test_a_failing_engine_ends_it_and_its_jobs_go_back_with_blame(
 ) -> None:
     await enqueue(client, keys, "a")
     with pytest.raises(EngineError, match="out of oil"):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await leases.serve(Shelf(leases), make(leases))
     assert await client.hget(f"{keys.job_state}{keys.run}:a", "shared") == b"1"
 
@@ -164,7 +165,7 @@ async def test_a_job_that_cannot_be_accepted_takes_no_neighbour_with_it(
 
     await enqueue(client, keys, "a", "b", "c", "d")
     with pytest.raises(RedisError, match="away"):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await leases.serve(Torn(leases), Hooks())
     left = (await JobQueue(client, keys).claim(8, 30, 3)).claims
     assert [(claim.attempt, claim.tries, claim.alone) for claim in left] == [(2, 0, False)] * 4
@@ -176,7 +177,7 @@ async def test_nothing_is_claimed_after_a_stop(client: Any, keys: Keys, leases: 
 
     shelf = Shelf(leases)
     await enqueue(client, keys, "a")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         await leases.serve(shelf, Hooks(before_claim=pull_weights))
     assert [claim.attempt for claim in (await JobQueue(client, keys).claim(8, 30, 3)).claims] == [1]
 

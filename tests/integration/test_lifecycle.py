@@ -19,6 +19,7 @@ from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import WeightVersion
 from sluice.pipeline.wire.waits import Wait, WaitKind
+from tests.deadlines import HANG_S
 from tests.roles import role_of, run_config
 
 
@@ -56,7 +57,7 @@ async def test_a_nap_ends_at_once_when_asked_to_stop(broker_config: BrokerConfig
     async with role_of(run_config(broker_config, keys, run_dir)) as role:
         assert await role.nap(0)
         asyncio.get_running_loop().call_soon(role.stop.set)
-        assert not await asyncio.wait_for(role.nap(600), 60)
+        assert not await asyncio.wait_for(role.nap(600), HANG_S)
 
 
 async def test_a_background_task_that_loses_a_cancellation_is_ended_all_the_same(
@@ -74,7 +75,7 @@ async def test_a_background_task_that_loses_a_cancellation_is_ended_all_the_same
                 if lost > 2:
                     raise
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         async with role_of(run_config(broker_config, keys, run_dir)) as role:
             role.spawn(deaf())
             await asyncio.sleep(0)

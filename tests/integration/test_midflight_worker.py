@@ -31,6 +31,7 @@ from sluice.workers.job_prompts import JobPrompts
 from sluice.workers.weights_watch import WeightsWatch
 from tests import decode_workers
 from tests.contract.engine_fixtures import reference, reference_logprobs
+from tests.deadlines import HANG_S
 from tests.integration.test_decode_worker import enqueue, over, results, working
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
@@ -226,7 +227,7 @@ async def test_a_job_that_waited_for_a_row_is_not_begun_under_newer_weights_than
             """In the engine's thread, which takes weights between two tokens."""
             store(claim, index, progress)
             if index > 0:
-                is_given.wait(120)
+                is_given.wait(HANG_S)
 
         def give(*weights: Any) -> Any:
             loaded = load(*weights)
@@ -282,7 +283,7 @@ async def test_a_worker_without_whole_weights_hands_its_jobs_back(
         await eventually(claimed, "a claim")
         shutil.move(run_dir / "model-0", run_dir / "retired")
         await published.publish(1, probe_score=1.0)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG_S):
             with pytest.raises(TornWeights, match="cannot be restored"):
                 await running
     shutil.move(run_dir / "retired", run_dir / "model-0")

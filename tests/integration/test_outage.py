@@ -19,6 +19,7 @@ from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.wire.keys import Keys
 from tests.blocked_reads import BlockedReads
+from tests.deadlines import HANG_S
 from tests.killable_broker import KillableBroker
 from tests.roles import eventually
 
@@ -55,7 +56,7 @@ async def test_an_outage_that_is_too_long_ends_in_an_error_in_time(server: Killa
     config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", retry_for_s=0.3)
     client: Any = connection.connect(config)
     with pytest.raises((redis.ConnectionError, OSError)):
-        await asyncio.wait_for(client.get("a"), 60)
+        await asyncio.wait_for(client.get("a"), HANG_S)
     await client.aclose()
 
 
@@ -80,7 +81,7 @@ async def test_a_stalled_broker_that_takes_connections_and_answers_none_is_waite
     assert not held.done()
     assert not fresh.done()
     server.signal(signal.SIGCONT)
-    await asyncio.wait_for(asyncio.gather(held, fresh), 60)
+    await asyncio.wait_for(asyncio.gather(held, fresh), HANG_S)
     await client.aclose()
 
 
@@ -102,7 +103,7 @@ async def test_a_stalled_broker_that_takes_no_more_bytes_is_waited_for(
     await eventually(waits, "a time-out of the write")
     assert not big.done()
     server.signal(signal.SIGCONT)
-    assert await asyncio.wait_for(big, 120)
+    assert await asyncio.wait_for(big, HANG_S)
     await client.aclose()
 
 
@@ -127,7 +128,7 @@ async def test_a_broker_that_refuses_for_now_is_asked_again(server: KillableBrok
     waiting = (plain, script, piped, *reads.tasks)
     assert not any(task.done() for task in waiting), waiting
     await client.execute_command(*allow.split())
-    assert await asyncio.wait_for(asyncio.gather(plain, script, piped), 60) == [True, 1, [1]]
+    assert await asyncio.wait_for(asyncio.gather(plain, script, piped), HANG_S) == [True, 1, [1]]
     await reads.end()
     await client.aclose()
 
@@ -136,14 +137,14 @@ async def test_an_error_that_would_come_again_is_raised_at_once(server: Killable
     client = await started(server)
     await client.set("a", "text")
     with pytest.raises(redis.ResponseError, match="integer"):
-        await asyncio.wait_for(client.incr("a"), 30)
+        await asyncio.wait_for(client.incr("a"), HANG_S)
     await client.aclose()
 
 
 async def test_many_callers_share_an_outage_and_not_a_line(server: KillableBroker) -> None:
     config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", retry_for_s=2)
     client: Any = connection.connect(config)
-    async with asyncio.timeout(60):  # one after the other they would take 100 s
+    async with asyncio.timeout(HANG_S):  # one after the other they would take 100 s
         ends = await asyncio.gather(*(client.get("a") for _ in range(50)), return_exceptions=True)
     assert all(isinstance(end, redis.ConnectionError | OSError) for end in ends)
     await client.aclose()
@@ -157,7 +158,7 @@ async def test_a_role_waits_for_a_broker_and_a_command_does_not(server: Killable
     await asyncio.sleep(0.3)
     assert not waiting.done()
     server.start()
-    assert "redis_version" in await asyncio.wait_for(waiting, 60)
+    assert "redis_version" in await asyncio.wait_for(waiting, HANG_S)
 
 
 @pytest.mark.parametrize("steps", range(10))
@@ -168,7 +169,7 @@ async def test_a_cancellation_is_heeded_whenever_it_comes(client: Any, steps: in
     for _ in range(steps):
         await asyncio.sleep(0)
     waiting.cancel()
-    await asyncio.wait([waiting], timeout=60)
+    await asyncio.wait([waiting], timeout=HANG_S)
     assert waiting.cancelled()
     assert await client.echo("in step") == b"in step"
 

@@ -40,6 +40,7 @@ from sluice.pipeline.wire.tokens import FloatArray, Runs
 from sluice.workers.scorer.scorer import serve_scores
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.cut_off import cut_off_at
+from tests.deadlines import HANG_S
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, train_step, weights_of
@@ -356,7 +357,7 @@ async def test_a_directory_of_another_shape_ends_the_scorer_by_name(
     other = save_tiny_model(tmp_path / "other", groups=1)
     config = config_of(broker_config, keys, run_dir, source, kl_coef=0.1, kl_reference=str(other))
     with pytest.raises((SluiceError, ExceptionGroup)) as caught:
-        await asyncio.wait_for(serve_scores(config, asyncio.Event()), 60)
+        await asyncio.wait_for(serve_scores(config, asyncio.Event()), HANG_S)
     assert f"policy.kl_reference: {other}" in str(first_cause(caught.value))
 
 

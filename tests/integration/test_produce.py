@@ -19,6 +19,7 @@ from sluice.pipeline.queue.trained import LEDGER, TrainedIds
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.producers.submit import produce
+from tests.deadlines import HANG_S
 from tests.factories import sequence_result
 from tests.roles import eventually, run_config
 
@@ -97,7 +98,7 @@ async def test_it_waits_for_credit_and_a_killed_one_goes_on_behind_its_cursor(
     await client.hset(keys.counts, "trained", 4)
     await is_full(client, keys, 8)
     await client.hset(keys.counts, "trained", 8)
-    await asyncio.wait_for(second, 60)
+    await asyncio.wait_for(second, HANG_S)
     rest = await queued(client, keys)
     assert sorted(claim.job.truth for claim in rest if claim.job) == [4, 5, 6, 7, 8]
     assert (await snapshot(client, keys)).exhausted
@@ -112,7 +113,7 @@ async def test_staleness_holds_it_back_until_samples_are_trained(
     running = asyncio.create_task(produce(config))
     await is_full(client, keys, 3)
     await client.hset(keys.counts, "trained", 2)
-    await asyncio.wait_for(running, 60)
+    await asyncio.wait_for(running, HANG_S)
     assert (await snapshot(client, keys)).enqueued == 5
 
 
@@ -157,7 +158,7 @@ async def test_skipped_rows_are_counted_once_however_often_it_starts(
     await client.hset(keys.counts, "trained", 9)
     await client.set(keys.latest, 9)
     for _ in range(2):
-        await asyncio.wait_for(produce(config), 60)
+        await asyncio.wait_for(produce(config), HANG_S)
     now = await snapshot(client, keys)
     assert (now.enqueued, now.malformed_rows, now.exhausted) == (3, 2, True)
 
@@ -187,7 +188,7 @@ async def test_a_second_producer_waits_until_the_first_has_ended(
 ) -> None:
     config = config_of(broker_config, keys, tmp_path, [row(i) for i in range(4)], wide=2)
     first = asyncio.create_task(produce(config))
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(HANG_S):
         await is_full(client, keys, 2)
         second = asyncio.create_task(produce(config))
 

@@ -23,6 +23,7 @@ from sluice.pipeline.images.store import StoreError, images_directory
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.producers.submit import produce
+from tests.deadlines import HANG_S
 from tests.far_side import Body, FarSide, answer
 from tests.image_site import Site, site
 from tests.pictures import png
@@ -68,7 +69,7 @@ def state(client: Any, keys: Keys) -> Look:
 async def cause_of(config: Config) -> BaseException:
     """What ends the producer."""
     with pytest.raises((SluiceError, ExceptionGroup)) as caught:
-        await asyncio.wait_for(produce(config), 60)
+        await asyncio.wait_for(produce(config), HANG_S)
     return first_cause(caught.value)
 
 
@@ -83,7 +84,7 @@ async def test_every_member_of_every_group_is_asked_for_once_and_counted(
     make_config: MakeConfig, far: FarSide, state: Look, keys: Keys
 ) -> None:
     config = await make_config(3, group=2)
-    await asyncio.wait_for(produce(config), 60)
+    await asyncio.wait_for(produce(config), HANG_S)
     now = await state()
     assert (now.enqueued, now.committed, now.total, now.exhausted) == (6, 6, 6, True)
     assert set(Counter(body["rollout_id"] for body in far.posted).values()) == {1}
@@ -124,7 +125,7 @@ async def test_a_row_whose_image_cannot_be_read_is_malformed_and_the_others_are_
     (tmp_path / "a.png").write_bytes(png())
     config = show(await make_config(), tmp_path, "a.png", "gone.png", "a.png?")
     (tmp_path / "a.png?").write_bytes(png("blue"))
-    await asyncio.wait_for(produce(config), 60)
+    await asyncio.wait_for(produce(config), HANG_S)
     now = await state()
     assert (now.committed, now.malformed_rows, now.exhausted) == (2, 1, True)
     assert [body["metadata"]["row"] for body in far.posted] == ['"a.png"', '"a.png?"']
@@ -155,7 +156,7 @@ async def test_an_image_that_cannot_be_reached_now_skips_no_row(
     assert (await state()).malformed_rows == 0
     away.mkdir()
     (away / "a.png").write_bytes(png())
-    await asyncio.wait_for(produce(config), 60)
+    await asyncio.wait_for(produce(config), HANG_S)
     now = await state()
     assert (now.committed, now.malformed_rows, now.exhausted) == (1, 0, True)
 
@@ -184,7 +185,7 @@ async def test_the_event_loop_runs_while_the_image_of_a_row_is_fetched(
     Path(config.data.path).write_text(json.dumps({**row, "images": [image]}))
     images = ImagesConfig(roots=(str(tmp_path),), hosts=(f"127.0.0.1:{site.port}",))
     config = msgspec.structs.replace(config, images=images)
-    await asyncio.wait_for(produce(config), 60)
+    await asyncio.wait_for(produce(config), HANG_S)
     assert (await state()).committed == 1
     assert site.asked["/a.png"] == 1
 
@@ -196,7 +197,7 @@ async def test_keys_travel_in_headers_and_are_stored_and_logged_nowhere(
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     far.script = lambda _, body: web.json_response({"input": body["callback_api_key"]}, status=422)
-    await asyncio.wait_for(produce(await make_config(1)), 60)
+    await asyncio.wait_for(produce(await make_config(1)), HANG_S)
     assert far.posted[0]["callback_api_key"] == "gateway-secret"
     assert ("/rollout", "Bearer server-secret") in far.headers
     assert ("/tools", "Bearer server-secret") in far.headers
@@ -217,7 +218,7 @@ async def test_a_busy_server_is_asked_again(make_config: MakeConfig, far: FarSid
     ]
     refusals = iter(words)
     far.script = lambda count, body: answer(body) if count > 3 else next(refusals)
-    await asyncio.wait_for(produce(await make_config(1)), 60)
+    await asyncio.wait_for(produce(await make_config(1)), HANG_S)
     assert len(far.posted) == 4
     assert (await state()).committed == 1
 
@@ -226,7 +227,7 @@ async def test_a_busy_server_is_left_some_peace_whatever_it_says(
     make_config: MakeConfig, far: FarSide, state: Look
 ) -> None:
     far.script = lambda *_: web.Response(status=429, headers={"Retry-After": "0"})
-    await asyncio.wait_for(produce(await make_config(1, timeout_s=4.0)), 60)
+    await asyncio.wait_for(produce(await make_config(1, timeout_s=4.0)), HANG_S)
     assert 1 <= len(far.posted) <= 8, "pauses double"
     assert (await state()).dropped == 1
 
@@ -236,7 +237,7 @@ async def test_the_reward_of_an_answer_goes_to_the_gateway(make_config: MakeConf
         return answer(body, reward=0.5) if body["metadata"]["row"] == "1" else answer(body)
 
     far.script = script
-    await asyncio.wait_for(produce(await make_config(2)), 60)
+    await asyncio.wait_for(produce(await make_config(2)), HANG_S)
     assert sorted(far.rewards, key=str) == [0.5, None]
 
 
@@ -245,7 +246,7 @@ async def test_a_rollout_that_loses_turns_each_time_it_is_played_is_dropped_by_t
 ) -> None:
     far.keeps_turns = False
     far.script = lambda _, body: answer(body, num_turns=2)
-    await asyncio.wait_for(produce(await make_config(1)), 60)
+    await asyncio.wait_for(produce(await make_config(1)), HANG_S)
     now = await state()
     assert (now.dropped, now.reasons, now.exhausted) == (1, {"dropped:turns_lost": 1}, True)
     [rollout_id] = far.forgotten
@@ -259,7 +260,7 @@ async def test_an_error_is_finished_as_one_and_the_run_goes_on(
         return answer(body, "ERROR", error_message="no") if body["metadata"]["row"] == "1" else answer(body)
 
     far.script = script
-    await asyncio.wait_for(produce(await make_config(3)), 60)
+    await asyncio.wait_for(produce(await make_config(3)), HANG_S)
     now = await state()
     assert (now.committed, now.dropped, now.exhausted) == (2, 1, True)
     assert [status for _, status in far.finished].count("ERROR") == 1
@@ -280,7 +281,7 @@ async def test_what_is_no_answer_drops_that_rollout_alone(
     make_config: MakeConfig, far: FarSide, state: Look, answered: Callable[[Body], web.Response]
 ) -> None:
     far.script = lambda _, body: answered(body) if body["metadata"]["row"] == "0" else answer(body)
-    await asyncio.wait_for(produce(await make_config(2)), 60)
+    await asyncio.wait_for(produce(await make_config(2)), HANG_S)
     now = await state()
     assert (now.committed, now.dropped, now.reasons) == (1, 1, {"dropped:rollout_error": 1})
     assert len(far.posted) == 2
@@ -293,7 +294,7 @@ async def test_a_server_that_dies_for_good_costs_what_it_held(
         raise ConnectionResetError
 
     far.script = hang_up
-    await asyncio.wait_for(produce(await make_config(2, timeout_s=1.0)), 60)
+    await asyncio.wait_for(produce(await make_config(2, timeout_s=1.0)), HANG_S)
     now = await state()
     assert (now.dropped, now.reasons, now.exhausted) == (2, {"dropped:rollout_error": 2}, True)
 
@@ -313,7 +314,7 @@ async def test_a_server_that_is_not_there_yet_is_waited_for_by_name(
 
         await eventually(says_so, "the producer to say whom it waits for")
     await far.start(port)
-    await asyncio.wait_for(running, 60)
+    await asyncio.wait_for(running, HANG_S)
     assert (await state()).committed == 2
 
 
@@ -339,7 +340,7 @@ async def test_no_more_than_so_many_are_in_hand(make_config: MakeConfig, far: Fa
     await eventually(three, "three requests")
     assert (await state()).enqueued == 3, "what cannot be asked for is not opened"
     release.set()
-    await asyncio.wait_for(running, 60)
+    await asyncio.wait_for(running, HANG_S)
     assert (far.most, (await state()).committed) == (3, 9)
 
 
@@ -352,7 +353,7 @@ async def test_credit_holds(make_config: MakeConfig, far: FarSide, client: Any, 
 
     await eventually(waits, "the credit to be used up")
     await client.hset(keys.counts, "trained", len(far.posted))
-    await asyncio.wait_for(running, 60)
+    await asyncio.wait_for(running, HANG_S)
     assert (await state()).enqueued == 6
 
 
@@ -376,7 +377,7 @@ async def test_a_restart_asks_again_for_what_is_open_and_opens_nothing_twice(
     await eventually(stuck, "four requests that hang")
     await end(first)
     asked = {body["rollout_id"] for body in far.posted if body["metadata"]["row"] in ("1", "2")}
-    await asyncio.wait_for(produce(config), 60)
+    await asyncio.wait_for(produce(config), HANG_S)
     now = await state()
     assert (now.enqueued, now.committed, now.exhausted) == (10, 10, True)
     assert {body["rollout_id"] for body in far.posted if far.asked(body["rollout_id"]) == 2} == asked
@@ -388,7 +389,7 @@ async def test_the_asynchronous_protocol_waits_for_the_gateway_and_asks_a_forget
     make_config: MakeConfig, far: FarSide, state: Look, forgets: int
 ) -> None:
     far.forgets = forgets
-    await asyncio.wait_for(produce(await make_config(3, protocol="async")), 60)
+    await asyncio.wait_for(produce(await make_config(3, protocol="async")), HANG_S)
     assert ((await state()).committed, far.finished) == (3, [])
     assert len(far.posted) == 3 * (1 + forgets)
 
@@ -415,7 +416,7 @@ class Polled:
 async def test_a_result_is_asked_for_and_brings_the_reward(make_config: MakeConfig, far: FarSide, state: Look) -> None:
     far.script = script = Polled({"status": "success", "sample": {"reward": 0.75, "messages": []}})
     config = await make_config(1, protocol="polling")
-    await asyncio.wait_for(produce(config), 60)
+    await asyncio.wait_for(produce(config), HANG_S)
     [body], [finished] = far.posted, far.finished
     rollout_id = finished[0]
     assert (finished[1], far.rewards, (await state()).committed) == ("COMPLETED", [0.75], 1)
@@ -437,7 +438,7 @@ async def test_what_ends_without_a_sample_is_an_error(
     make_config: MakeConfig, far: FarSide, state: Look, end: Body
 ) -> None:
     far.script = Polled(end)
-    await asyncio.wait_for(produce(await make_config(1, protocol="polling")), 60)
+    await asyncio.wait_for(produce(await make_config(1, protocol="polling")), HANG_S)
     assert ([status for _, status in far.finished], (await state()).dropped) == (["ERROR"], 1)
 
 
@@ -448,7 +449,7 @@ async def test_a_server_that_lost_it_is_asked_again_under_another_name(
     make_config: MakeConfig, far: FarSide, lost: Body
 ) -> None:
     far.script = script = Polled(lost, {"status": "success"})
-    await asyncio.wait_for(produce(await make_config(1, protocol="polling")), 60)
+    await asyncio.wait_for(produce(await make_config(1, protocol="polling")), HANG_S)
     assert (len(set(script.names)), far.rewards) == (2, [None])
 
 
@@ -463,7 +464,7 @@ async def test_a_restart_cancels_what_was_asked_for_before(make_config: MakeConf
     await eventually(asked, "the first request")
     await end(first)
     far.script = Polled({"status": "success"})
-    await asyncio.wait_for(produce(config), 60)
+    await asyncio.wait_for(produce(config), HANG_S)
     [finished] = far.finished
     assert far.cancelled == [{"prefix": f"{finished[0]}."}]
     assert (await state()).committed == 1
@@ -471,7 +472,7 @@ async def test_a_restart_cancels_what_was_asked_for_before(make_config: MakeConf
 
 async def test_a_rollout_that_takes_too_long_is_cancelled(make_config: MakeConfig, far: FarSide, state: Look) -> None:
     far.script = script = Polled(*[{"status": "running"}] * 100_000)
-    await asyncio.wait_for(produce(await make_config(1, protocol="polling", timeout_s=1.0)), 60)
+    await asyncio.wait_for(produce(await make_config(1, protocol="polling", timeout_s=1.0)), HANG_S)
     assert far.cancelled == [{"ids": script.names}]
     assert (await state()).dropped == 1
 
@@ -481,7 +482,7 @@ async def test_a_rollout_with_a_bad_answer_is_cancelled(
     make_config: MakeConfig, far: FarSide, state: Look, bad: Body
 ) -> None:
     far.script = script = Polled(bad)
-    await asyncio.wait_for(produce(await make_config(1, protocol="polling")), 60)
+    await asyncio.wait_for(produce(await make_config(1, protocol="polling")), HANG_S)
     assert far.cancelled == [{"ids": script.names}]
     assert (await state()).dropped == 1
 
@@ -490,7 +491,7 @@ async def test_a_server_that_knows_every_name_is_left_some_peace(
     make_config: MakeConfig, far: FarSide, state: Look
 ) -> None:
     far.script = lambda *_: web.Response(status=409)
-    await asyncio.wait_for(produce(await make_config(1, protocol="polling", timeout_s=2.0)), 60)
+    await asyncio.wait_for(produce(await make_config(1, protocol="polling", timeout_s=2.0)), HANG_S)
     assert 1 <= len(far.posted) <= 5, "there are pauses"
     assert len(far.cancelled) >= len(far.posted)
     assert (await state()).dropped == 1

@@ -29,6 +29,7 @@ from sluice.pipeline.weights.versions import numbered_directories, read_manifest
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import WeightVersion
 from tests.cut_off import cut_off_at
+from tests.deadlines import HANG_S
 from tests.integration.test_trainer import assert_each_once, config_of, hand_on, train
 from tests.roles import eventually
 from tests.tiny_models import save_tiny_model
@@ -339,7 +340,7 @@ async def test_a_step_does_not_wait_for_the_version_before_it(
 
     def slow(source: Path, root: Path, manifest: WeightVersion, *rest: Any) -> WeightVersion:
         if manifest.version == 1:
-            assert stepped.wait(120), "the next step waits for version 1"
+            assert stepped.wait(HANG_S), "the next step waits for version 1"
         return written(source, root, manifest, *rest)
 
     async def showing(self: StepRecords, step: int, values: Any) -> None:
@@ -399,7 +400,7 @@ async def test_a_version_that_takes_too_long_is_named(
 
     def stuck(source: Path, root: Path, manifest: WeightVersion, *rest: Any) -> WeightVersion:
         if manifest.version:
-            go.wait(120)
+            go.wait(HANG_S)
         return written(source, root, manifest, *rest)
 
     with monkeypatch.context() as patch:

@@ -26,6 +26,7 @@ from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, Keys, tagged
 from sluice.pipeline.wire.messages import Progress, encode
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from tests.deadlines import HANG_S
 from tests.factories import decode_job, sequence_result
 from tests.roles import eventually
 
@@ -118,7 +119,7 @@ async def test_arqs_own_job_handle_follows_a_decode_job(client: Redis, keys: Key
     for index in (0, 1):
         await queue.commit([Finished(claim, sequence_result(job_id, index, 2))])
     assert await job.status() == JobStatus.complete
-    assert await job.result(timeout=60) == {"committed": 2}
+    assert await job.result(timeout=HANG_S) == {"committed": 2}
     assert await pool.enqueue_job("decode", b"", _job_id=job_id) is None
     assert (await snapshot(client, keys)).enqueued == 2
 
@@ -153,7 +154,7 @@ async def test_arqs_abort_ends_a_job_as_cancelled(client: Redis, keys: Keys, run
     if running:
         await held(queue, 1)
     job = Job(job_id, client, keys.jobs, arq_deserializer)
-    abort = asyncio.create_task(job.abort(timeout=60, poll_delay=0.01))
+    abort = asyncio.create_task(job.abort(timeout=HANG_S, poll_delay=0.01))
     while not abort.done():
         got = await queue.claim(0, 30, 3, held=1)
         assert got.cancelled in ([], [job_id] if running else [])

@@ -19,6 +19,7 @@ from sluice.pipeline.wire.messages import DeadLetter, DecodeJob, SamplingParams,
 from sluice.workers.engine.hf import HfBackend
 from tests.asking import Asked, answer, events, reading
 from tests.contract.engine_fixtures import started
+from tests.deadlines import HANG_S
 from tests.decode_workers import working
 from tests.integration.test_decode_worker import changed
 from tests.roles import eventually, run_config
@@ -161,7 +162,7 @@ async def test_a_program_that_knows_only_arq_is_answered_too(
         async with working(config, backend):
             ends = await answer(expected)
             assert job is not None
-            assert await job.result(timeout=60, poll_delay=0.01) == {"committed": 2}
+            assert await job.result(timeout=HANG_S, poll_delay=0.01) == {"committed": 2}
     await pool.aclose(close_connection_pool=True)
     assert [end.seq_id for end in ends if isinstance(end, SequenceResult)] == [f"{job_id}:0", f"{job_id}:1"]
     await asked.assert_balanced(enqueued=0, replied=2)

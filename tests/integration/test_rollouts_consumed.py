@@ -15,6 +15,7 @@ from sluice.pipeline.run.role import Role
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import TrainingBatch, decode
+from tests.deadlines import HANG_S
 from tests.integration.test_consumer_loop import CONTEXT, TASK
 from tests.roles import eventually, role_of, run_config
 from tests.rollout_state import counts, head, trajectory, turn
@@ -77,7 +78,7 @@ async def test_every_rollout_is_accounted_for_to_the_last_byte(
         assert await client.xlen(keys.batches) == 0, "an open rollout may still bring results"
         await rollouts.drop("alone", "agent_error")
         assert await train_one_batch(role) == ["g:0", "g:0/1", "g:1"]
-        await asyncio.wait_for(running, 60)
+        await asyncio.wait_for(running, HANG_S)
     assert await counts(client, keys) == {
         "enqueued": 5, "committed": 3, "accepted": 3, "trained": 3, "dropped": 2, "dropped:agent_error": 2,
     }  # fmt: skip

@@ -17,6 +17,7 @@ from sluice.pipeline.broker.scripts.streams import Own, RoleKey
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError
 from tests.blocked_reads import BlockedReads
+from tests.deadlines import HANG_S
 from tests.failovers import MASTER, PASSWORD, Failover
 
 
@@ -46,7 +47,7 @@ async def test_connections_follow_the_primary(failover: Failover, end: int) -> N
     script = asyncio.create_task(
         Scripts(client).ask(RoleKey(owner="owner"), Own(nonce="me", ttl_ms=60_000, renew=False))
     )
-    await asyncio.wait_for(asyncio.gather(*writes, script), 80)
+    await asyncio.wait_for(asyncio.gather(*writes, script), HANG_S)
     assert failover.role_of(failover.replica) == "master"
     with connection.connect_sync(config) as blocking:
         assert (blocking.get("a"), blocking.scard("written")) == (b"1", 3)
@@ -63,7 +64,7 @@ async def test_a_primary_that_was_demoted_under_an_open_connection_is_left(failo
         raw.execute_command("SENTINEL FAILOVER", MASTER)
 
     failover.wait("the old primary to follow the new one", lambda: failover.role_of(failover.primary) == "slave")
-    assert await asyncio.wait_for(client.set("a", 2), 60)
+    assert await asyncio.wait_for(client.set("a", 2), HANG_S)
     with redis.Redis(port=failover.replica, password=PASSWORD) as there:
         assert there.get("a") == b"2"
     await reads.end()
@@ -78,7 +79,7 @@ async def test_a_name_that_no_sentinel_knows_is_an_error_that_says_so(failover: 
         connection.ping(config)
     client: Any = connection.connect(settings(failover, sentinel_master="other", retry_for_s=0.2))
     with pytest.raises(redis.ConnectionError, match="No master found"):
-        await asyncio.wait_for(client.get("a"), 30)
+        await asyncio.wait_for(client.get("a"), HANG_S)
     await client.aclose()
 
 

@@ -16,6 +16,7 @@ from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, decode, encode
 from sluice.pipeline.wire.waits import WaitKind
+from tests.deadlines import HANG_S
 from tests.factories import decode_job, sequence_result, training_sample
 
 
@@ -203,7 +204,7 @@ async def test_an_owner_that_was_replaced_learns_of_it(client: Redis, keys: Keys
     keeping = asyncio.create_task(owner.keep())
     await client.set(owner.key, "somebody else")
     with pytest.raises(LeaseLost):
-        await asyncio.wait_for(keeping, 60)
+        await asyncio.wait_for(keeping, HANG_S)
 
 
 async def test_a_renewal_that_comes_after_the_release_takes_no_role(client: Redis, keys: Keys) -> None:
@@ -211,7 +212,7 @@ async def test_a_renewal_that_comes_after_the_release_takes_no_role(client: Redi
     await first.release()
     assert not await first.try_acquire(), "a renewal that was on its way"
     await first.confirm()  # nobody took it: it was given back
-    await asyncio.wait_for(first.keep(), 60)
+    await asyncio.wait_for(first.keep(), HANG_S)
     second = Ownership(client, keys, "trainer")
     assert await second.try_acquire()
     assert not await first.try_acquire()

@@ -19,6 +19,7 @@ from sluice.pipeline.config.types import UpConfig
 from sluice.pipeline.errors import ConfigError, DataError, ModelError, SluiceError
 from sluice.pipeline.http.server import bind
 from sluice.pipeline.run.supervisor import Child, Supervisor, last_line, last_reason
+from tests.deadlines import HANG_S
 from tests.roles import eventually
 
 QUICK: dict[str, Any] = {"restart_backoff_s": 0.01, "restart_backoff_max_s": 0.02, "stop_grace_s": 60.0}
@@ -67,14 +68,14 @@ async def test_an_error_that_comes_again_is_final_with_its_message(tmp_path: Pat
     boss = supervisor(tmp_path)
     boss.add("trainer", python(f"print('error: what to do', file=sys.stderr); sys.exit({kind.exit_code})"))
     with pytest.raises(kind, match="trainer stopped: what to do"):
-        await asyncio.wait_for(boss.run(), 120)
+        await asyncio.wait_for(boss.run(), HANG_S)
 
 
 async def test_too_many_restarts_end_with_the_last_line_of_the_log(tmp_path: Path) -> None:
     boss = supervisor(tmp_path, max_restarts=2)
     boss.add("c", python("print('out of memory'); sys.exit(1)"))
     with pytest.raises(SluiceError, match="c ended 3 times, last with exit code 1: out of memory"):
-        await asyncio.wait_for(boss.run(), 120)
+        await asyncio.wait_for(boss.run(), HANG_S)
     assert boss.failed is boss.children["c"]
 
 
@@ -100,7 +101,7 @@ async def test_a_killed_child_is_not_said_to_have_ended_by_what_it_wrote_last(tm
     boss = supervisor(tmp_path, max_restarts=1)
     boss.add("c", python("print('weights loaded', flush=True); os.kill(os.getpid(), signal.SIGKILL)"))
     with pytest.raises(SluiceError, match=r"c ended 2 times, last: killed \(SIGKILL\), perhaps for memory"):
-        await asyncio.wait_for(boss.run(), 120)
+        await asyncio.wait_for(boss.run(), HANG_S)
 
 
 async def test_old_restarts_are_forgiven(tmp_path: Path) -> None:
@@ -219,7 +220,7 @@ async def test_every_death_is_told_and_a_hearer_that_fails_or_hangs_holds_up_not
     await until(lambda: min(boss.children[name].starts for name in ("fails", "hangs")) > 2, "the third starts")
     await until(lambda: boss.children["well"].done, "the one that ends well")
     care.cancel()
-    await asyncio.wait_for(boss.stop(), 120)
+    await asyncio.wait_for(boss.stop(), HANG_S)
     for name in ("fails", "hangs"):
         pids = grandchildren(boss.children[name].log)
         assert [pid for told, pid in heard if told == name][:2] == pids[:2]
@@ -268,7 +269,7 @@ def test_a_tethered_child_ends_with_a_parent_that_is_killed() -> None:
         pid = int(parent.stdout.readline())
         assert not gone(pid)
         parent.send_signal(signal.SIGKILL)
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + HANG_S
     while not gone(pid):
         assert time.monotonic() < until_s, "the child outlives its parent"
         time.sleep(0.02)
@@ -276,7 +277,7 @@ def test_a_tethered_child_ends_with_a_parent_that_is_killed() -> None:
 
 def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
     command = [sys.executable, "-m", "sluice.pipeline.child_process", str(os.getpid() + 1), "echo", "started"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert (done.returncode, done.stdout) == (0, "")
 
 

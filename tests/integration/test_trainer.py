@@ -29,6 +29,7 @@ from sluice.pipeline.weights.versions import verify
 from sluice.pipeline.wire.keys import BATCH_GROUP, Keys
 from sluice.pipeline.wire.messages import ImageRef, TrainingBatch, encode
 from tests.cut_off import CutOff, cut_off_at
+from tests.deadlines import HANG_S
 from tests.faulty_models import save_faulty
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
@@ -165,7 +166,7 @@ async def test_steps_go_on_while_a_checkpoint_is_written(
 
     def slowly(self: checkpoint.Unfinished, state: checkpoint.TrainerState, *rest: Any) -> Path:
         writing.set()
-        assert go_on.wait(120)
+        assert go_on.wait(HANG_S)
         written.append(state.step)
         return real(self, state, *rest)
 
@@ -210,7 +211,7 @@ async def test_a_checkpoint_beside_the_steps_has_its_time(
     await hand_on(client, keys, 0, 3)
     disk = threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.Unfinished, "complete", lambda *_: disk.wait(120))
+        patch.setattr(checkpoint.Unfinished, "complete", lambda *_: disk.wait(HANG_S))
         with pytest.raises(ExceptionGroup) as caught:
             await train(config, source)
         disk.set()
@@ -230,7 +231,7 @@ async def test_a_save_that_outlasts_its_role_replaces_nothing_of_its_successor(
     def slow(directory: Path) -> dict[str, str]:
         if not began.is_set():
             began.set()
-            assert go.wait(240)
+            assert go.wait(HANG_S)
         return digests(directory)
 
     def inodes() -> list[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from sluice.pipeline.config import resolved_yaml
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.wire.keys import Keys
+from tests.deadlines import HANG_S
 from tests.roles import run_config
 from tests.tiny_models import save_tiny_model
 
@@ -36,5 +37,5 @@ def test_the_engine_is_imported_beside_the_loop(broker_config: BrokerConfig, key
     config = run_config(broker_config, keys, run_dir, model={"path": str(model)}, worker={"claim_gpu": False})
     (run_dir / "run.yaml").write_text(resolved_yaml(config, secrets=True))
     command = [sys.executable, "-c", WORKER, str(run_dir / "run.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) is False

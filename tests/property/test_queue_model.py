@@ -32,7 +32,7 @@ def machine_on(config: BrokerConfig) -> type[Machine]:
     return type("Here", (Machine,), {"config": config})
 
 
-@pytest.mark.timeout(0 if EXAMPLES in os.environ else 300)
+@pytest.mark.timeout(0 if EXAMPLES in os.environ else 900)
 def test_the_scripts_do_what_the_model_does(broker_config: BrokerConfig) -> None:
     examples = os.environ.get(EXAMPLES)
     chosen = settings(COMMON, max_examples=int(examples), stateful_step_count=80) if examples else SHORT

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.benches import run_bench
 
 
-@pytest.mark.timeout(620)
 def test_stdout_is_one_json_object_whatever_the_runs_print(tmp_path: Path) -> None:
     options = ["--counts", "1", "--sequences", "2", "--longest", "320", "--run-sequences", "4"]
-    found = run_bench(tmp_path, "guard", "--quick", "--no-vllm", *options, timeout=600)
+    found = run_bench(tmp_path, "guard", "--quick", "--no-vllm", *options)
     assert found["trained_per_s"]["off"] > 0
     assert found["trained_per_s"]["on"] > 0

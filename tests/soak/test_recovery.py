@@ -12,8 +12,9 @@ import pytest
 
 from sluice.pipeline.status.snapshot import Snapshot
 from tests.chaos.blows import stop_while_it_holds_jobs
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, detection_rows
-from tests.e2e.processes import DEADLINE_S, Process
+from tests.e2e.processes import Process
 from tests.e2e.stack import Stack
 from tests.soak.leases import look
 from tests.soak.recovery import ENOUGH, Recoveries
@@ -65,7 +66,7 @@ def bury(stack: Stack, victim: Process, recoveries: Recoveries) -> None:
     with stack.client() as client:
         recoveries.began(victim.name, look(client, stack.keys), clean=True)
         victim.kill()
-        until = time.monotonic() + DEADLINE_S
+        until = time.monotonic() + RUN_S
         while recoveries.all[-1].took_s is None:
             assert time.monotonic() < until, f"nobody took {recoveries.all[-1]}\n{stack.report(stack.snapshot())}"
             time.sleep(0.01)

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import HANG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("pipeline", "workers", "producers", "consumers", "demo", "bench")
 FOLDERS = (*PACKAGES, "sluice", "examples", "tests", "scripts")
@@ -97,6 +99,21 @@ def test_the_real_thing_is_tested() -> None:
     assert_none(offenders)
 
 
+# a deadline of two digits or more (below, it is a pause between two looks) of what is no gate that holds something up
+_DEADLINE = re.compile(
+    r"asyncio\.timeout\(\d\d|wait_for\(.*, \d\d[\d.]*\)|monotonic\(\) \+ \d\d"
+    r"|(?<!gate)\.(?:wait|communicate|result|join|terminate)\((?:timeout=)?\d\d|(?:text=True|check=\w+),.* timeout=\d\d"
+)
+_OTHER_DEADLINES = ("tests/soak/", "tests/clients/talks/", "tests/gpu/")
+
+
+def test_deadlines_of_tests_are_far_off() -> None:
+    """A machine may be several times slower than the one that a test was written on."""
+    here = {p: text for p, text in sources().items() if p.startswith("tests/") and not p.startswith(_OTHER_DEADLINES)}
+    lines = [(p, n, line) for p, text in here.items() for n, line in enumerate(text.splitlines(), 1)]
+    assert_none([f"{p}:{n}: use tests.deadlines: {line.strip()}" for p, n, line in lines if _DEADLINE.search(line)])
+
+
 @pytest.mark.parametrize(
     ("pattern", "what"),
     [
@@ -162,6 +179,6 @@ def test_the_start_is_light(start: str) -> None:
         f"print('HEAVY', [name for name in {(*HEAVY, 'asyncio')} if name in sys.modules])"
     )
     command = [sys.executable, "-c", script, start]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "HEAVY []"

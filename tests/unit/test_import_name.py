@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import sluice
+from tests.deadlines import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("pipeline", "workers", "producers", "consumers", "demo", "bench")
@@ -28,7 +29,7 @@ APACHE_2 = (
 def run(command: Sequence[str | Path], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
-        [str(word) for word in command], cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=120,
+        [str(word) for word in command], cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=HANG_S,
         check=False,
     )  # fmt: skip
 

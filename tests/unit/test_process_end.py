@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from sluice.pipeline.errors import EngineHangs
+from tests.deadlines import HANG_S
 
 HANGS = """
 import threading, time, torch
@@ -44,7 +45,7 @@ time.sleep(0.2)
 
 
 def ended(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
 def test_of_an_engine_that_hangs() -> None:

@@ -13,15 +13,13 @@ from arq.jobs import Job, JobStatus
 from sluice.pipeline.queue import ArqWorker
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, decode
+from tests.deadlines import HANG_S
 from tests.roles import eventually
-
-DEADLINE_S = 120.0
-ANSWER_S = 120.0
 
 
 async def burst(*workers: ArqWorker) -> None:
     """Until the queue is empty, for all of them."""
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(HANG_S):
         await asyncio.gather(*(worker.main() for worker in workers))
 
 
@@ -38,7 +36,7 @@ async def serving(*workers: ArqWorker) -> AsyncIterator[None]:
         for worker in workers:
             worker.stop.set()
             worker.wake.set()
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(HANG_S):
             await asyncio.gather(*tasks)
 
 
@@ -50,7 +48,7 @@ def tally(worker: ArqWorker) -> tuple[int, int, int]:
 async def answer(job: Job | None) -> Any:
     """arq's own wait for a result."""
     assert job is not None
-    return await job.result(timeout=ANSWER_S, poll_delay=0.01)
+    return await job.result(timeout=HANG_S, poll_delay=0.01)
 
 
 async def until(holds: Callable[[], Any], cause: str) -> None:
@@ -60,7 +58,7 @@ async def until(holds: Callable[[], Any], cause: str) -> None:
         value = holds()
         return bool(await value if inspect.isawaitable(value) else value)
 
-    await eventually(is_so, cause, DEADLINE_S)
+    await eventually(is_so, cause, HANG_S)
 
 
 async def reaches(job: Job, status: JobStatus) -> None:

@@ -12,6 +12,7 @@ from arq.worker import func
 from redis.asyncio import Redis
 
 from sluice.pipeline.wire.keys import ARQ_ABORT, Keys
+from tests.deadlines import HANG_S
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, counts, letters, reaches, serving, tally, until
 
@@ -57,7 +58,7 @@ async def begun(long: Long, job: Job) -> None:
 
 
 async def abort(job: Job) -> bool:
-    return await job.abort(timeout=60, poll_delay=0.01)
+    return await job.abort(timeout=HANG_S, poll_delay=0.01)
 
 
 async def test_a_running_job_is_cancelled_and_its_neighbours_go_on(

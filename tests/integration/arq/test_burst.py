@@ -12,6 +12,7 @@ from arq.worker import FailedJobs, Retry, func
 from sluice.pipeline.config.types import BrokerConfig, Config, WorkerConfig
 from sluice.pipeline.queue import ArqWorker, arq_pool
 from sluice.pipeline.wire.keys import Keys
+from tests.deadlines import HANG_S
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, serving, tally, until
 
@@ -79,7 +80,7 @@ async def test_a_retry_counts_towards_max_burst_jobs(foreign: ArqRedis, make_wor
 
     await foreign.enqueue_job("again")
     worker = make_worker(func(again, name="again"))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         assert await worker.run_check(max_burst_jobs=1) == 0
     assert tally(worker) == (0, 0, 1)
     assert tries == [1]
@@ -87,7 +88,7 @@ async def test_a_retry_counts_towards_max_burst_jobs(foreign: ArqRedis, make_wor
 
 async def test_run_check_returns_the_number_done(foreign: ArqRedis, make_worker: MakeWorker) -> None:
     await enqueue(foreign, "nothing", 3)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         assert await make_worker(NOTHING).run_check() == 3
 
 
@@ -96,7 +97,7 @@ async def test_run_check_raises_for_what_failed(foreign: ArqRedis, make_worker: 
     await enqueue(foreign, "breaks", count)
     await enqueue(foreign, "nothing", 1)
     with pytest.raises(FailedJobs) as caught:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await make_worker(BREAKS, NOTHING).run_check(max_burst_jobs=3)
     assert caught.value.count == count
     mine = [one for one in caught.value.job_results if one.queue_name == foreign.default_queue_name]
@@ -107,7 +108,7 @@ async def test_run_check_raises_for_what_failed(foreign: ArqRedis, make_worker: 
 async def test_run_check_raises_for_jobs_of_unknown_functions(foreign: ArqRedis, make_worker: MakeWorker) -> None:
     await foreign.enqueue_job("missing")
     with pytest.raises(FailedJobs) as caught:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await make_worker(NOTHING).run_check()
     assert caught.value.count == 1
 
@@ -117,7 +118,7 @@ async def test_run_check_raises_for_jobs_without_payload(
 ) -> None:
     await foreign.zadd(keys.jobs, {f"{keys.run}:ghost": 1})
     with pytest.raises(FailedJobs):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await make_worker(NOTHING).run_check()
 
 

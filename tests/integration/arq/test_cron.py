@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from sluice.pipeline.queue import ArqWorker
 from sluice.pipeline.wire.keys import ARQ_RESULT, ARQ_RUNNING, Keys
+from tests.deadlines import HANG_S
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import burst, letters, serving, tally
 from tests.roles import eventually
@@ -241,7 +242,7 @@ async def test_cron_and_functions_live_together(
     async with serving(worker):
         await calls(ticks, 1)
         assert job is not None
-        assert await asyncio.wait_for(job.result(poll_delay=0.01), 60) == 1
+        assert await asyncio.wait_for(job.result(poll_delay=0.01), HANG_S) == 1
 
 
 def test_only_cron_jobs_are_cron_jobs(make_worker: MakeWorker) -> None:

@@ -14,6 +14,7 @@ from arq.worker import func
 from redis.asyncio import Redis
 
 from sluice.pipeline.wire.keys import ARQ_JOB, Keys
+from tests.deadlines import HANG_S
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, counts, letters, reaches, serving, tally, until
 
@@ -73,7 +74,7 @@ async def test_an_id_is_refused_while_it_runs_and_while_its_result_is_kept(
     job = await foreign.enqueue_job("wait", _job_id=f"{keys.run}:a")
     assert job is not None
     async with serving(make_worker(func(wait, name="wait"))):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await started.wait()
         assert await foreign.enqueue_job("wait", _job_id=job.job_id) is None
         go.set()
@@ -120,7 +121,7 @@ async def test_what_runs_is_still_listed(foreign: ArqRedis, make_worker: MakeWor
 
     job = await foreign.enqueue_job("wait", 7)
     async with serving(make_worker(func(wait, name="wait"))):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await started.wait()
         [listed] = await foreign.queued_jobs()
         assert (listed.job_id, listed.function, list(listed.args)) == (job and job.job_id, "wait", [7])

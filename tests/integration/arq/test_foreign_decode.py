@@ -19,6 +19,7 @@ from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, SamplingParams, SequenceResult, decode, encode
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
+from tests.deadlines import HANG_S
 from tests.decode_workers import working
 from tests.factories import decode_job
 from tests.integration.arq.serving import answer, counts, letters, reaches, until
@@ -141,7 +142,7 @@ async def test_a_running_decode_job_is_aborted_and_its_neighbour_goes_on(
     assert doomed is not None
     async with working(config, backend) as worker:
         await reaches(doomed, JobStatus.in_progress)
-        assert await doomed.abort(timeout=60, poll_delay=0.01) is True
+        assert await doomed.abort(timeout=HANG_S, poll_delay=0.01) is True
         assert await answer(good) == {"committed": 2}
         await until(lambda: not worker.held(), "the worker to let go of the job")
     ids = [row.seq_id for row in await rows(client, keys)]

@@ -13,6 +13,7 @@ from arq.worker import Retry, func
 from redis.asyncio import Redis
 
 from sluice.pipeline.wire.keys import Keys
+from tests.deadlines import HANG_S
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, letters, serving, tally, until
 
@@ -100,7 +101,7 @@ async def test_hooks_around_a_job_that_is_aborted(foreign: ArqRedis, make_worker
     assert job is not None
     async with serving(make_worker(func(forever, name="forever"), **seen.around_jobs())):
         await until(lambda: seen.of(job) == ALL[:1], "the job to start")
-        assert await job.abort(timeout=60, poll_delay=0.01) is True
+        assert await job.abort(timeout=HANG_S, poll_delay=0.01) is True
         await until(lambda: seen.of(job) == ALL, "the hooks of its end")
 
 

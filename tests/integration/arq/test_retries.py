@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from sluice.pipeline.queue import JobFailed
 from sluice.pipeline.wire.keys import Keys
+from tests.deadlines import HANG_S
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, letters, serving, tally, until
 
@@ -111,7 +112,7 @@ async def test_without_retries_a_retry_is_a_failure(foreign: ArqRedis, make_work
     job = await foreign.enqueue_job("again")
     worker = make_worker(func(always_again, name="again"))
     with pytest.raises(FailedJobs):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await worker.run_check(retry_jobs=False)
     assert tally(worker) == (0, 1, 0)
     with pytest.raises(JobFailed, match="Retry defer"):

@@ -14,8 +14,9 @@ from arq.worker import func
 from redis.asyncio import Redis
 
 from sluice.pipeline.wire.keys import Keys
+from tests.deadlines import HANG_S
 from tests.integration.arq.conftest import MakeWorker
-from tests.integration.arq.serving import DEADLINE_S, answer, burst, counts, letters, reaches, tally, until
+from tests.integration.arq.serving import answer, burst, counts, letters, reaches, tally, until
 
 
 class Gate:
@@ -58,7 +59,7 @@ async def test_a_signal_lets_jobs_finish_and_claims_no_more(
         await until(worker.stop.is_set, "the signal to arrive")
         late = await foreign.enqueue_job("wait")
         gate.open.set()
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(HANG_S):
             await task
     finally:
         for one in (signal.SIGTERM, signal.SIGINT):
@@ -83,7 +84,7 @@ async def test_what_does_not_finish_in_time_runs_again_elsewhere(
     await until(lambda: len(gate.tries) == 2, "both jobs to run")
     worker.handle_sig(signal.SIGTERM)
     gate.open.set()
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(HANG_S):
         await task
     assert tally(worker) == (1, 0, 1)
     assert await answer(short) == 1
@@ -119,7 +120,7 @@ async def test_a_cancelled_function_ends_before_its_worker_shuts_down(
     task = asyncio.create_task(worker.main())
     await until(began.is_set, "the job to run")
     worker.handle_sig(signal.SIGTERM)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(HANG_S):
         await task
         await worker.close()
     assert order == ["tidied up", "shut down"]
@@ -158,7 +159,7 @@ async def test_a_stop_costs_no_try(foreign: ArqRedis, make_worker: MakeWorker, g
         await until(lambda: len(gate.tries) == attempt, "the job to run")  # noqa: B023 - called in this turn alone
         worker.stop.set()
         worker.wake.set()
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(HANG_S):
             await task
     gate.open.set()
     last = make_worker(gate.function(), name="last", max_tries=1)

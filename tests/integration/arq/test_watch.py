@@ -13,8 +13,9 @@ from arq.connections import ArqRedis
 from sluice.pipeline.queue import ArqWorker, Call, JobQueue, func
 from sluice.pipeline.queue.types import Claimed
 from sluice.pipeline.wire.keys import Keys
+from tests.deadlines import HANG_S
 from tests.integration.arq.conftest import MakeWorker
-from tests.integration.arq.serving import ANSWER_S, serving, until
+from tests.integration.arq.serving import serving, until
 
 POLL_S = 0.05
 WATCH_S = 40 * POLL_S
@@ -83,7 +84,7 @@ async def test_a_job_that_rings_no_bell_starts_within_a_poll(
             at = time.time()
             job = await foreign.enqueue_job("started", _job_id=f"{keys.run}:{number}")
             assert job is not None
-            waits.append(await job.result(timeout=ANSWER_S, poll_delay=0.005) - at)
+            waits.append(await job.result(timeout=HANG_S, poll_delay=0.005) - at)
         assert sorted(waits)[len(waits) // 2] <= WATCH_S / 2  # they didn't wait for the claim of another to run out
 
 
@@ -97,7 +98,7 @@ async def test_the_dead_ones_part_is_taken_within_its_time(
         await until(lambda: _other_than(dead.owner, client, keys), "another worker to look")
         job = await foreign.enqueue_job("started", _job_id=f"{keys.run}:0")
         assert job is not None
-        await job.result(timeout=ANSWER_S, poll_delay=0.005)
+        await job.result(timeout=HANG_S, poll_delay=0.005)
 
 
 async def test_who_is_busy_or_stops_gives_the_part_away(client: Any, keys: Keys) -> None:

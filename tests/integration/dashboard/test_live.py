@@ -16,6 +16,7 @@ from sluice.pipeline.broker import connection as broker
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.status.run_end import RunEnd, write_end
 from tests.dashboard_site import Site
+from tests.deadlines import HANG_S
 from tests.integration.dashboard.asking import ask
 from tests.served import served
 
@@ -72,7 +73,7 @@ def test_streams_are_bounded_and_free_their_place(site: Site) -> None:
             assert refused.status == 503
             assert refused.headers["Retry-After"]
             assert ask(port, "/").status == 200, "pages are still there"
-        until = time.monotonic() + 60
+        until = time.monotonic() + HANG_S
         while True:
             with stream(port) as answer:
                 if answer.status == 200:
@@ -90,7 +91,7 @@ async def test_streams_end_with_the_dashboard(site: Site) -> None:
         writer.write(f"GET {PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         await reader.readuntil(b"event: tick")
         monitor.close()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             assert (await reader.read()).endswith(b"0\r\n\r\n")
         writer.close()
     await monitor.client.aclose()

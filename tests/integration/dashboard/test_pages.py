@@ -15,6 +15,7 @@ import pytest
 from sluice.consumers.dashboard.timeline import Timeline
 from sluice.pipeline.errors import ModelError
 from tests.dashboard_site import Site
+from tests.deadlines import HANG_S
 from tests.integration.dashboard.asking import OURS, Answer, ask
 from tests.roles import role_of
 
@@ -31,7 +32,7 @@ def get(site: Site, path: str, **headers: str) -> Answer:
 
 def until(site: Site, path: str, words: str) -> str:
     """The page once it says so."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while words not in (text := get(site, path).text):
         assert time.monotonic() < deadline, f"waited 60 s for {words!r} on {path}"
         time.sleep(0.1)

@@ -17,6 +17,7 @@ from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import SequenceResult
 from sluice.producers.agents.server import serve_until
+from tests.deadlines import HANG_S
 from tests.roles import run_config
 from tests.tool_models import CONVERSATIONS, Conversation
 
@@ -66,14 +67,14 @@ async def rollout_server(config: Config, gateway_url: str) -> AsyncIterator[Roll
     config = msgspec.structs.replace(config, rollout=asked_back)
     drain, port = asyncio.Event(), asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(serve_until(config, drain, port=0, on_ready=port.set_result))
-    await asyncio.wait({serving, port}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({serving, port}, timeout=HANG_S, return_when=asyncio.FIRST_COMPLETED)
     try:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=150)) as http:
             yield RolloutServer(f"http://127.0.0.1:{port.result()}", gateway_url, http)
     finally:
         drain.set()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG_S):
             await serving
 
 

@@ -18,6 +18,7 @@ from sluice.producers.gateway.server import run_gateway
 from sluice.workers.decode_worker import DecodeWorker
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.job_prompts import JobPrompts
+from tests.deadlines import HANG_S
 from tests.roles import eventually, role_of
 
 USER = {"role": "user", "content": "hello"}
@@ -61,7 +62,7 @@ async def serving(config: Config, backend: HfBackend | None, key: str = "none") 
         ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         gateway = asyncio.create_task(run_gateway(role, 0, ready.set_result))
         scope.push_async_callback(_end, role, gateway)
-        await asyncio.wait({ready, gateway}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({ready, gateway}, timeout=HANG_S, return_when=asyncio.FIRST_COMPLETED)
         url = f"http://127.0.0.1:{ready.result()}"
         http = await scope.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)))
         client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120)

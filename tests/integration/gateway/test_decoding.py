@@ -9,7 +9,8 @@ from sluice.pipeline.queue import Claim
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import SequenceResult, TokenDelta
 from sluice.producers.gateway.decoding import Decoding, Event
-from tests.asking import DEADLINE_S, Asked, reading
+from tests.asking import Asked, reading
+from tests.deadlines import HANG_S
 from tests.roles import eventually
 
 
@@ -17,7 +18,7 @@ async def test_a_cancelled_job_of_which_nothing_was_shown_is_decoded_again(clien
     """Its first caller left; the second one came before the worker heard of it, and finds stored tokens."""
     asked, seen, claims = Asked(client, keys), list[Event](), list[Claim]()
     async with reading(client, keys) as replies:
-        decoding = Decoding(asked.queue, replies, DEADLINE_S)
+        decoding = Decoding(asked.queue, replies, HANG_S)
         job = asked.job("again", replies)
         await asked.enqueue(job)
         assert await asked.store(await asked.claim(), 0, 5, 6) == "ok"
@@ -38,5 +39,5 @@ async def test_a_cancelled_job_of_which_nothing_was_shown_is_decoded_again(clien
         await eventually(found, "the stored tokens to be found")
         await eventually(claimed, "the job to be enqueued again")
         assert await asked.commit(claims[0]) == "ok"
-        await asyncio.wait_for(listening, DEADLINE_S)
+        await asyncio.wait_for(listening, HANG_S)
     assert [type(event) for event in seen] == [TokenDelta, TokenDelta, SequenceResult]

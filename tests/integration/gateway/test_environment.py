@@ -15,6 +15,7 @@ from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.wire.keys import Keys
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
+from tests.deadlines import HANG_S
 from tests.integration.gateway.agents import agents_config
 from tests.integration.gateway.harness import published, serving
 from tests.tool_models import tool_model
@@ -50,7 +51,7 @@ async def test_games_become_rewarded_sequences_whose_hints_are_not_trained(
             sys.executable, str(tmp_path / "my_environment.py"), gateway.url, "2",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        said, problem = await asyncio.wait_for(playing.communicate(), 120)
+        said, problem = await asyncio.wait_for(playing.communicate(), HANG_S)
     assert playing.returncode == 0, problem.decode()
     rewards = [float(line.split()[1]) for line in said.decode().splitlines()]
     results = await published(client, keys)

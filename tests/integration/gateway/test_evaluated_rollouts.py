@@ -22,6 +22,7 @@ from sluice.pipeline.wire.tokens import TokenArray
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import reference, reference_logprobs, started
 from tests.cut_off import cut_off_at
+from tests.deadlines import HANG_S
 from tests.integration.gateway.agents import CALLING, agents_config, rollout_server
 from tests.integration.gateway.harness import Gateway, serving
 from tests.integration.test_evaluator import evaluating
@@ -100,7 +101,7 @@ def results(config: Config) -> list[dict[str, Any]]:
 
 
 async def finished(config: Config) -> None:
-    async with evaluating(config) as running, asyncio.timeout(60):
+    async with evaluating(config) as running, asyncio.timeout(HANG_S):
         await running
 
 
@@ -117,7 +118,7 @@ async def test_every_turn_is_of_the_version_and_nothing_of_it_is_trained(
         await eventually(is_under_way, "the first evaluation")
         await versions.publish(1, made)  # the worker would rather have these
         await client.set(keys.state, "finished")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await running
     for version in (0, 1):
         given = answers(config, version)
@@ -160,7 +161,7 @@ async def test_failed_and_lost_rollouts_count_as_failed_and_are_not_trained(
         asked = {"messages": [{"role": "user", "content": "2+2"}], "rollout_id": other}
         status, refusal = await gateway.post("/v1/chat/completions", asked)
         assert status in (200, 404), refusal  # it may be open again
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await running
     given = answers(config, 0)
     failed = [one.failed for one in given if one.failed]

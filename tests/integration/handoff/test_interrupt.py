@@ -9,6 +9,7 @@ from typing import Any
 
 from sluice.pipeline.config import resolved_yaml
 from sluice.pipeline.wire.keys import Keys
+from tests.deadlines import HANG_S
 from tests.e2e.processes import environment, launch
 from tests.training_loops import MakeRun
 
@@ -27,13 +28,13 @@ def test_ctrl_c_ends_a_loop_that_waits(make_run: MakeRun, sync_client: Any, keys
     command = [sys.executable, "-c", LOOP, str(tmp_path / "config.yaml")]
     process = launch(command, name="loop", log=tmp_path / "log", env=environment("loop"), cwd=Path.cwd())
     try:
-        until = time.monotonic() + 50
+        until = time.monotonic() + HANG_S
         while not _waits(sync_client, keys):
             assert process.popen.poll() is None, process.tail()
             assert time.monotonic() < until, process.tail()
             time.sleep(0.05)
         process.popen.send_signal(2)
-        assert process.wait(20) != 0
+        assert process.wait(HANG_S) != 0
         assert "KeyboardInterrupt" in process.text()
         assert not sync_client.exists(f"{keys.owner}trainer")
         assert not sync_client.hlen(keys.processes)

@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 
 from sluice.pipeline.config.types import Config
+from tests.deadlines import HANG_S
 from tests.integration.gateway.harness import serving
 from tests.integration.rollout.conftest import Serve, a_request
 
@@ -149,7 +150,7 @@ async def test_what_costs_too_much_is_refused_at_once(config: Config, client: An
             for url, sent in ((chat, body), (infer, batch), (server.url + "/rollout", given)):
                 if name == "tools" and url == infer:
                     continue  # none is taken there at all
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(HANG_S):
                     status, problem = await ask(gateway.http, url, sent)
                 assert (status, problem["error"]["code"]) in TOO_MUCH, (name, url, status, problem)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -14,6 +14,7 @@ from aiohttp import web
 from sluice.pipeline import logs
 from sluice.pipeline.config.types import Config, ImagesConfig
 from sluice.pipeline.wire.keys import Keys
+from tests.deadlines import HANG_S
 from tests.image_site import Site
 from tests.integration.gateway.harness import Gateway, serving
 from tests.integration.rollout.conftest import Serve, a_request
@@ -92,7 +93,7 @@ async def test_control_characters_in_the_rollouts_header(config: Config) -> None
 async def _raw(port: int, value: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         writer.write(head + b"X-Rollout-Id: " + value + b"\r\n\r\n{}")
         answer = await reader.read()
     writer.close()

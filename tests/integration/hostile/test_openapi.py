@@ -11,7 +11,6 @@ from collections import Counter
 from typing import Any
 
 import msgspec
-import pytest
 import requests
 from hypothesis import HealthCheck, given, seed, settings
 from schemathesis import Case, GenerationMode, Response
@@ -96,7 +95,6 @@ def _aim(body: Any, server_url: str) -> None:
     _aim(body.get("sampling_params"), server_url)
 
 
-@pytest.mark.timeout(240)
 async def test_the_gateway(config: Config, backend: HfBackend) -> None:
     config = msgspec.structs.replace(config, gateway=GatewayConfig(request_timeout_s=60))
     async with serving(config, backend) as gateway:
@@ -109,7 +107,6 @@ async def test_the_gateway(config: Config, backend: HfBackend) -> None:
     assert seen["POST /inference/v1/generate", 200] > 0
 
 
-@pytest.mark.timeout(240)
 async def test_the_rollout_server(serve: Serve, site: Site) -> None:
     async with serve() as server:
         seen = await asyncio.to_thread(attack, server.url, site.url(""))

@@ -18,6 +18,7 @@ from playwright.sync_api import Browser, Dialog, expect
 
 from sluice.pipeline.http.middleware import OPEN_PATHS, BearerAuth
 from sluice.producers.http import api_page
+from tests.deadlines import HANG_S
 from tests.integration.dashboard.browsing import chromium, watched
 from tests.served import Served, served
 
@@ -50,12 +51,12 @@ def in_thread(app: FastAPI) -> Iterator[Served]:
 
     thread = threading.Thread(target=asyncio.run, args=(run(),))
     thread.start()
-    here, end, loop = begun.result(20)
+    here, end, loop = begun.result(HANG_S)
     try:
         yield here
     finally:
         loop.call_soon_threadsafe(end.set)
-        thread.join(20)
+        thread.join(HANG_S)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sluice.pipeline.http.server import RESERVED, Connection
+from tests.deadlines import HANG_S
 from tests.served import Served, served
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
@@ -146,7 +147,7 @@ def slow(whole: bytes, piece: int = 1) -> Iterator[bytes]:
     ids=["silent", "blank", "a byte", "slow head", "slow blanks", "no body", "slow", "long", "chunks", "half a second"],
 )
 async def test_who_does_not_go_on_is_cut_off(pieces: Iterator[bytes], pause_s: float, expected: bytes) -> None:
-    async with served(application(), connection=Hasty) as site, asyncio.timeout(60):
+    async with served(application(), connection=Hasty) as site, asyncio.timeout(HANG_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
 
         async def send() -> None:
@@ -170,7 +171,7 @@ async def test_who_does_not_read_is_cut_off() -> None:
             super().connection_lost(exc)
             lost.set()
 
-    async with served(application(), connection=Told) as site, asyncio.timeout(60):
+    async with served(application(), connection=Told) as site, asyncio.timeout(HANG_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
         writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
         await lost.wait()
@@ -183,7 +184,7 @@ class Brisk(Connection):
 
 
 async def test_who_reads_slowly_gets_it_all() -> None:
-    async with served(application(), connection=Brisk) as site, asyncio.timeout(120):
+    async with served(application(), connection=Brisk) as site, asyncio.timeout(HANG_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
         writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         size = 0
@@ -206,7 +207,7 @@ async def test_a_body_that_the_application_does_not_read_is_nobodys_delay() -> N
         await inner(scope, receive, send)
 
     inner = application()
-    async with served(app, connection=Prompt) as site, asyncio.timeout(60):
+    async with served(app, connection=Prompt) as site, asyncio.timeout(HANG_S):
         size = 3_000_000
         head = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % size
         asked = asyncio.create_task(site.exchange(head + b"x" * size))
@@ -219,7 +220,7 @@ async def test_at_the_limit_the_oldest_silent_one_makes_room() -> None:
     class Few(Connection):
         max_connections = 3
 
-    async with served(application(), connection=Few) as site, asyncio.timeout(60):
+    async with served(application(), connection=Few) as site, asyncio.timeout(HANG_S):
         silent = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(3)]
         for _ in range(5):
             assert await status(site, GET + b"Connection: close\r\n\r\n") == 200
@@ -232,7 +233,7 @@ async def test_at_the_limit_of_busy_ones_the_next_is_told() -> None:
     class Few(Connection):
         max_connections = 2
 
-    async with served(application(), connection=Few) as site, asyncio.timeout(60):
+    async with served(application(), connection=Few) as site, asyncio.timeout(HANG_S):
         busy = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(2)]
         for _, writer in busy:
             writer.write(POST + b"Content-Length: 9\r\n\r\n")
@@ -260,7 +261,7 @@ async def test_at_the_limit_health_and_metrics_are_answered(path: bytes) -> None
     class Few(Connection):
         max_connections = 2
 
-    async with served(application(), connection=Few) as site, asyncio.timeout(60), AsyncExitStack() as scope:
+    async with served(application(), connection=Few) as site, asyncio.timeout(HANG_S), AsyncExitStack() as scope:
         await occupied(site, 2, scope)
         for _ in range(3 * RESERVED):
             assert await status(site, GET.replace(b"/ ", path + b" ") + b"Connection: close\r\n\r\n") == 200
@@ -282,7 +283,7 @@ async def test_nobody_holds_the_places_that_are_kept_for_health() -> None:
     class Few(Connection):
         max_connections = 2
 
-    async with served(application(), connection=Few) as site, asyncio.timeout(60), AsyncExitStack() as scope:
+    async with served(application(), connection=Few) as site, asyncio.timeout(HANG_S), AsyncExitStack() as scope:
         await occupied(site, 2 + 2 * RESERVED, scope)
         for _ in range(2 * RESERVED):
             _, writer = await asyncio.open_connection("127.0.0.1", site.port)
@@ -295,7 +296,7 @@ async def test_hundreds_of_silent_ones_are_gone_and_others_are_answered_meanwhil
     class Prompt(Hasty):
         head_s = 2.0  # also of the one that is to be answered
 
-    async with served(application(), connection=Prompt) as site, asyncio.timeout(120):
+    async with served(application(), connection=Prompt) as site, asyncio.timeout(HANG_S):
         silent = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(300)]
         assert await status(site, GET + b"Connection: close\r\n\r\n") == 200
         for reader, writer in silent:

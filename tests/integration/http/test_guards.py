@@ -12,6 +12,7 @@ from fastapi import Depends, FastAPI, Request
 from pydantic import BaseModel
 
 from sluice.pipeline.http.middleware import BearerAuth, BodyLimit, require_bearer
+from tests.deadlines import HANG_S
 from tests.served import Served, served
 
 KEY = "k3y-ü"
@@ -129,7 +130,7 @@ CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n" + b"200\r\n" + b"x" * 512 + b"\r
 async def test_too_much_is_413(site: Served, path: bytes, rest: bytes) -> None:
     head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         writer.write(head + rest)
         answer = await reader.readuntil(b"}}")
     writer.close()  # what does not come is waited for a while

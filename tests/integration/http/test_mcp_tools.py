@@ -18,6 +18,7 @@ from sluice.pipeline.errors import RequestError
 from sluice.pipeline.http.addresses import AllowedHosts
 from sluice.producers.agents.tools import ToolBox, tool
 from sluice.producers.agents.tools.mcp import mcp_tools
+from tests.deadlines import HANG_S
 from tests.integration.http.names import Names
 from tests.pictures import png
 from tests.served import Served, served
@@ -114,7 +115,7 @@ async def test_what_fails_is_a_message_and_the_rest_goes_on(shed: tuple[Toolshed
         assert hangs == "Error: hangs did not answer within 1 s; ask for less, or try another way"
         assert works == "3"
         if made.streams:  # where there is no stream to close, the SDK's server goes on alone
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANG_S):
                 await made.left.wait()
         assert (await box.run([call("add", a=2, b=2)]))[0]["content"] == "4"
 

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from sluice.pipeline.errors import ConfigError, SluiceError
 from sluice.pipeline.http.server import bind, serve
+from tests.deadlines import HANG_S
 from tests.roles import eventually
 from tests.served import served
 
@@ -130,7 +131,7 @@ async def test_a_caller_that_does_not_read_does_not_hold_the_end() -> None:
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await slow.asked.wait()
         site.stop.set()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await site.task
         writer.close()
 

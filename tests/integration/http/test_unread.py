@@ -9,6 +9,7 @@ import pytest
 from fastapi import FastAPI, Request
 
 from sluice.pipeline.http.middleware import BearerAuth, BodyLimit
+from tests.deadlines import HANG_S
 from tests.served import served
 
 LIMIT = 600_000
@@ -48,7 +49,7 @@ async def test_the_refusal_is_read_to_its_end_and_the_connection_is_not_reset(
 
 
 async def test_a_body_without_an_end_is_not_read_for_ever() -> None:
-    async with served(application()) as site, asyncio.timeout(120):
+    async with served(application()) as site, asyncio.timeout(HANG_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
         writer.write(b"POST /raw HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         assert await reader.readline() == b"HTTP/1.1 401 Unauthorized\r\n"

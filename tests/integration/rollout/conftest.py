@@ -17,6 +17,7 @@ from sluice.demo.tools.tokenizer import build_tokenizer
 from sluice.pipeline.config.types import Config, RolloutServerConfig, UpConfig
 from sluice.producers.agents.server import serve_until
 from sluice.producers.agents.trainer_client import Retries
+from tests.deadlines import HANG_S
 from tests.integration.rollout.words import save_words_tokenizer
 
 ANY_PORT = ("127.0.0.1:*", "localhost:*", "[::1]:*")  # trainers of tests have free ones
@@ -95,13 +96,13 @@ def serve(tokenizer_dirs: dict[str, str]) -> Serve:
         serving = asyncio.create_task(
             serve_until(config, drain, port=0, key=key, retries=QUICK, on_ready=port.set_result)
         )
-        await asyncio.wait({serving, port}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, port}, timeout=HANG_S, return_when=asyncio.FIRST_COMPLETED)
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
                 yield Served(f"http://127.0.0.1:{port.result()}", http, drain)
         finally:
             drain.set()
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(HANG_S):
                 await serving
 
     return serving

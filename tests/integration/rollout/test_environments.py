@@ -15,6 +15,7 @@ from sluice import Rollout, tool
 from sluice.pipeline.config.types import RolloutServerConfig
 from sluice.pipeline.errors import ConfigError
 from sluice.producers.agents.environment import Environments, environments, load_environment
+from tests.deadlines import HANG_S
 from tests.integration.rollout.conftest import Serve, a_request
 from tests.integration.rollout.peer import Says, ScriptedTrainer
 from tests.integration.rollout.worlds import closed
@@ -49,7 +50,7 @@ def where(rollout: Rollout, label: str = "") -> str:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while not holds():  # noqa: ASYNC110 - the trainer and the environment are outside of it
             await asyncio.sleep(0.02)
 

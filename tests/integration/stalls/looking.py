@@ -24,6 +24,7 @@ from sluice.pipeline.status.snapshot import Stall, StallKind
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import encode
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from tests.deadlines import HANG_S
 from tests.factories import sequence_result
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_tokenizer import tiny_codec
@@ -104,5 +105,5 @@ class HeldMatch:
         self.go_on = threading.Event()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.go_on.wait(200)
+        assert self.go_on.wait(HANG_S)
         return exact_answer.match(*args, **kwargs)

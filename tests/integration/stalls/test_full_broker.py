@@ -69,7 +69,6 @@ async def training(config: Config, source: Path) -> AsyncIterator[None]:
         await running
 
 
-@pytest.mark.timeout(180)
 async def test_every_process_waits_for_room_and_goes_on(
     settings: BrokerConfig, small: Any, keys: Keys, tmp_path: Path, source: Path, engine: HfBackend
 ) -> None:

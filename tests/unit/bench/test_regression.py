@@ -27,6 +27,7 @@ from sluice.pipeline.cli.main import build
 from sluice.pipeline.errors import ConfigError, DataError
 from tests.benches import bench_command, bench_environment, left_behind
 from tests.command import walk
+from tests.deadlines import RUN_S
 
 HERE = {"cpu": "Some CPU @ 2.0 GHz, 2 of 2 usable", "gpus": [], "torch": "2.13.0"}
 SIZES = {name: list(bench.options) for name, bench in GUARDED.items()}
@@ -133,7 +134,6 @@ def test_a_guarded_bench_is_a_command_with_figures() -> None:
     assert all(bench.figures for bench in GUARDED.values())
 
 
-@pytest.mark.timeout(300)
 def test_one_that_fails_is_named_and_the_next_one_is_compared(tmp_path: Path) -> None:
     (demo_model(tmp_path / HOME) / "config.json").unlink()
     figures = {name: figure(1e-9, 0.0) for name in GUARDED["scale"].figures}
@@ -144,7 +144,7 @@ def test_one_that_fails_is_named_and_the_next_one_is_compared(tmp_path: Path) ->
         "--out", "now.json",
     )  # fmt: skip
     done = subprocess.run(
-        command, cwd=tmp_path, env=bench_environment(), capture_output=True, text=True, timeout=280, check=False
+        command, cwd=tmp_path, env=bench_environment(), capture_output=True, text=True, timeout=RUN_S, check=False
     )
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)

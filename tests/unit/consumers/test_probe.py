@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from sluice.consumers.training.model import probe_of, probe_score
 from sluice.pipeline.errors import ModelError
+from tests.deadlines import HANG_S
 from tests.tiny_models import save_tiny_model
 from tests.training_loops import load
 
@@ -48,7 +49,7 @@ def test_a_pass_in_mixed_precision_has_none(kind: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model")
     # a process of its own: what Accelerator() was first asked for holds for the whole process
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        own, score, outputs = process.submit(_in_half, kind, path, tmp_path / "meeting").result(120)
+        own, score, outputs = process.submit(_in_half, kind, path, tmp_path / "meeting").result(HANG_S)
     assert own == torch.float32
     assert score is None
     assert outputs == torch.float32, "it can't be seen from outside"

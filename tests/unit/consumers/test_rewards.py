@@ -27,6 +27,7 @@ from sluice.pipeline.telemetry.training_metrics import reduce, reward_parts
 from sluice.pipeline.user_modules import load_object
 from sluice.pipeline.wire.messages import SequenceResult
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from tests.deadlines import HANG_S
 from tests.factories import sequence_result
 from tests.tiny_tokenizer import tiny_codec
 
@@ -213,7 +214,8 @@ async def test_a_hung_function_ends_at_its_deadline(ask: Ask, code: str) -> None
 async def test_calls_run_side_by_side_and_a_hung_one_stops_no_other(tmp_path: Path) -> None:
     code = (
         "import threading\nboth, gate = threading.Barrier(2), threading.Event()\n"
-        "def score(text, truth, row):\n    if text == 'hang': gate.wait(120)\n    both.wait(120)\n    return 1\n"
+        f"def score(text, truth, row):\n    if text == 'hang': gate.wait({HANG_S})\n"
+        f"    both.wait({HANG_S})\n    return 1\n"
     )
     (tmp_path / "own.py").write_text(code)
     options = RolloutMatchingConfig(

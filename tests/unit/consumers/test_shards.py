@@ -17,6 +17,7 @@ from sluice.consumers.training.shards import ShardsBeside, _Table, load_shards, 
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import FsdpConfig
 from sluice.pipeline.errors import DataError
+from tests.deadlines import HANG_S
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, same, train_step, weights_of
 
@@ -63,7 +64,7 @@ def test_shards_beside_the_steps_are_those_of_their_own_step(tmp_path: Path, sou
     writing = ShardsBeside(tmp_path / "shards", step.model, step.optimizer, group)
     step.run([random_sample("b", 12)], 2)
     after = {name: value.full_tensor().clone() for name, value in step.model.state_dict().items()}
-    writing.wait(60)
+    writing.wait(HANG_S)
     other = train_step(source)
     load_shards(tmp_path / "shards", other.model, other.optimizer)
     assert same(weights_of(other), before)
@@ -76,7 +77,7 @@ def test_a_rank_that_cannot_write_is_named(tmp_path: Path, source: Path, group: 
     with pytest.raises(DataError, match="rank 0 cannot write its part of the checkpoint"):
         save_shards(tmp_path / "file/trainer/shards", step.model, step.optimizer)
     with pytest.raises(DataError, match="rank 0 cannot write its part of the checkpoint"):
-        ShardsBeside(tmp_path / "file/trainer/shards", step.model, step.optimizer, group).wait(60)
+        ShardsBeside(tmp_path / "file/trainer/shards", step.model, step.optimizer, group).wait(HANG_S)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import DeadlineExceeded, WeightsError
 from sluice.pipeline.weights.versions import shards_of, tensor_table
+from tests.deadlines import HANG_S
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, same, train_step, weights_of
 
@@ -72,7 +73,7 @@ def test_a_snapshot_changes_nothing_of_the_training(tmp_path: Path, source: Path
         writing = threading.Thread(target=fill, args=(tmp_path,))
         writing.start()
         assert learner.run(SAMPLES, number) == other.run(SAMPLES, number)
-        writing.join(60)
+        writing.join(HANG_S)
     assert same(weights_of(one), weights_of(other))
 
 
@@ -109,17 +110,17 @@ def test_an_update_waits_for_the_copy_and_not_for_ever(source: Path) -> None:
     class Slow(dict[str, torch.Tensor]):
         def items(self) -> Any:
             began.set()
-            go.wait(60)
+            go.wait(HANG_S)
             return super().items()
 
     found._live = Slow(found._live)
     copying = threading.Thread(target=found.copy)
     copying.start()
-    assert began.wait(60)
+    assert began.wait(HANG_S)
     with pytest.raises(DeadlineExceeded, match="not copied to the host's memory within"):
         found.copy()
     go.set()
-    copying.join(60)
+    copying.join(HANG_S)
     found.copy()
 
 
@@ -169,7 +170,7 @@ def test_a_write_that_fails_midway_leaves_no_version(tmp_path: Path, source: Pat
         "try:\n    fill(target)\nexcept OSError as error:\n    print(error.errno)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(source), str(tmp_path)], capture_output=True, check=True, timeout=120
+        [sys.executable, "-c", script, str(source), str(tmp_path)], capture_output=True, check=True, timeout=HANG_S
     )
     assert int(done.stdout) == errno.EFBIG
     assert (tmp_path / "model.safetensors").stat().st_size == 10_000

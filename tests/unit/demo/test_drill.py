@@ -16,6 +16,7 @@ from sluice.pipeline.config.types import Config, UpConfig, WorkerConfig
 from sluice.pipeline.run.progress_panel import Progress
 from sluice.pipeline.run.supervisor import Supervisor
 from sluice.pipeline.status.snapshot import Process, Snapshot
+from tests.deadlines import HANG_S
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ async def test_the_kill_hits_training_rollouts(
     assert (drill.kill is not None) == killed
     if drill.kill:
         assert (drill.kill.running, drill.kill.heldout) == (60, heldout)
-        assert victim.wait(60) == -9
+        assert victim.wait(HANG_S) == -9
 
 
 def state(pid: int, committed: int, age_s: float, heldout: int) -> Snapshot:

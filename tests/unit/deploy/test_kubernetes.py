@@ -15,6 +15,7 @@ from scripts import kubernetes as manifests
 from sluice.pipeline.config import load_config
 from sluice.pipeline.wire.keys import Keys
 from tests import gpu_locks
+from tests.deadlines import HANG_S
 
 BASE = manifests.MANIFESTS / "base"
 OVERLAYS = {path.name: manifests.build(path) for path in manifests.overlays()}
@@ -99,7 +100,7 @@ def test_kubectl_builds_the_same(overlay: str) -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl isn't installed")
     command = ["kubectl", "kustomize", str(manifests.MANIFESTS / "overlays" / overlay)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    built = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True).stdout
 
     def by_name(docs: Any) -> dict[tuple[str, str], Any]:
         return {(doc["kind"], doc["metadata"]["name"]): doc for doc in docs}

@@ -15,6 +15,7 @@ from sluice.pipeline.cli import main as cli
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.run.preflight import diagnose
+from tests.deadlines import HANG_S
 from tests.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.pipeline.test_weights import model_dir
 
@@ -99,7 +100,7 @@ def test_help_imports_no_engine(record_property: pytest.FixtureRequest) -> None:
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "print(time.perf_counter() - start, [m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_S)
     took, _, heavy = done.stdout.splitlines()[-1].partition(" ")
     record_property("help_s", took)  # pyright: ignore[reportCallIssue]
     assert heavy == "[]"
@@ -182,7 +183,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     os.close(read)
     done = subprocess.run(
         [sys.executable, "-m", "sluice.pipeline.cli.main", "config", "schema"],
-        stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
+        stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=HANG_S,
     )  # fmt: skip
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")

@@ -15,6 +15,7 @@ import pytest
 
 from sluice.pipeline.cli.main import GROUP, HEADINGS, as_markdown, build, examples, paragraphs
 from tests.command import call, options, walk
+from tests.deadlines import HANG_S
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("pipeline", "workers", "producers", "consumers", "demo", "bench")
@@ -109,7 +110,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_S)
     assert done.stdout.splitlines()[-1] == "[]"
 
 

@@ -18,6 +18,7 @@ from sluice.pipeline.cli.options import overriding
 from sluice.pipeline.config import load_config
 from sluice.pipeline.errors import EXIT_CODES, INTERRUPTED, SOME_ROWS_FAILED, TERMINATED, WRONG_USAGE, SluiceError
 from tests.command import call
+from tests.deadlines import HANG_S
 from tests.unit.pipeline.test_weights import model_dir
 
 BOXES = "╭╮╰╯│─"
@@ -102,7 +103,7 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sluice.pipeline.cli.main", "config", "show", "-c", str(pipe)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         with pipe.open("w"):  # there once the command has it open too
-            until = time.monotonic() + 120
+            until = time.monotonic() + HANG_S
             while process.poll() is None and time.monotonic() < until:
                 process.send_signal(signal.SIGINT)  # one that comes just before the read begins does not end it
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import call
+from tests.deadlines import HANG_S
 
 _ASK = """\
 source "$1"; shift
@@ -42,7 +43,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_tab_completes(script: Path, typed: list[str], offered: set[str]) -> None:
     command = ["bash", "--norc", "-c", _ASK, "bash", str(script), *typed]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_S)
     assert set(done.stdout.split()) == offered, done.stderr
 
 

@@ -20,6 +20,7 @@ import yaml
 from sluice.pipeline.config import Config, load_config, resolved_yaml
 from sluice.pipeline.config.load import UNASKED, hide_password, read_config
 from sluice.pipeline.errors import ConfigError
+from tests.deadlines import HANG_S
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
@@ -203,7 +204,7 @@ def test_no_secret_of_an_address_is_shown_or_stored(url: str, shown: str) -> Non
 def test_a_typo_on_the_command_line_ends_with_exit_code_2(tmp_path: Path) -> None:
     path = write(tmp_path, "wroker: {}")
     command = [sys.executable, "-m", "sluice.pipeline.cli.main", "config", "check", str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert ended.returncode == 2
     assert "did you mean 'worker'" in ended.stdout
 

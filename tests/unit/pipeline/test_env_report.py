@@ -9,6 +9,7 @@ import pytest
 
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.run.env import as_text, ask, environment, report
+from tests.deadlines import HANG_S
 
 
 def test_it_names_what_a_bug_report_needs(broker_config: BrokerConfig) -> None:
@@ -55,7 +56,7 @@ def test_a_probe_that_hangs_or_fails_costs_its_own_line_alone() -> None:
     gate = threading.Event()
 
     def hangs() -> dict[str, str]:
-        gate.wait(60)
+        gate.wait(HANG_S)
         return {}
 
     def fails() -> dict[str, str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sluice.pipeline.files import fsync_tree, synced_meanwhile, write_atomic
+from tests.deadlines import HANG_S
 
 
 def test_it_replaces_the_old_file_and_makes_directories(tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ def test_a_write_that_dies_leaves_the_old_file(tmp_path: Path) -> None:
         "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
         "files.write_atomic(Path(sys.argv[1]), 'new')\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(target)], check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, str(target)], check=False, timeout=HANG_S)
     assert done.returncode == -9
     assert target.read_text() == "old"
 
@@ -94,7 +95,7 @@ def test_two_writers_of_one_file_with_the_same_pid_do_not_meet(tmp_path: Path) -
 
     def write() -> None:
         for _ in range(20):
-            everybody.wait(timeout=60)
+            everybody.wait(timeout=HANG_S)
             try:
                 write_atomic(target, b"a" * 50_000)
             except OSError as error:

@@ -13,6 +13,7 @@ import pytest
 from sluice.pipeline.errors import WeightsError
 from sluice.pipeline.weights import host_cache
 from sluice.pipeline.weights.host_cache import HostCache
+from tests.deadlines import HANG_S
 
 SIZE = 100  # bytes of a version
 
@@ -117,7 +118,7 @@ def test_others_wait_for_the_one_that_fills(tmp_path: Path) -> None:
     def slow(aside: Path) -> None:
         fills.append(1)
         begun.set()
-        assert go_on.wait(120)
+        assert go_on.wait(HANG_S)
         (aside / "file").write_bytes(b"x")
 
     found: list[Path] = []
@@ -126,14 +127,14 @@ def test_others_wait_for_the_one_that_fills(tmp_path: Path) -> None:
         for _ in range(3)
     ]
     threads[0].start()
-    assert begun.wait(120)
+    assert begun.wait(HANG_S)
     for thread in threads[1:]:
         thread.start()
     with pytest.raises(WeightsError, match="another process of this host fetches it"):
         cache(tmp_path, wait_s=0.1).make(key(0), lambda: SIZE, slow)
     go_on.set()
     for thread in threads:
-        thread.join(120)
+        thread.join(HANG_S)
     assert (found, fills) == ([tmp_path / key(0)] * 3, [1])
 
 
@@ -148,7 +149,7 @@ def _die_filling(root: Path) -> None:
 def test_what_a_killed_process_left_makes_room(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=_die_filling, args=(tmp_path,))
     process.start()
-    process.join(60)
+    process.join(HANG_S)
     assert process.exitcode == 9
     assert present(tmp_path) == []
     assert len(list(tmp_path.glob(".*.tmp"))) == 1

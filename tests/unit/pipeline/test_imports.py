@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from sluice.pipeline.run.imports import TAKEN_ALONG
+from tests.deadlines import HANG_S
 
 OF_OUR_PROCESSES = (
     "sluice.consumers.training.trainer",
@@ -18,7 +19,7 @@ OF_OUR_PROCESSES = (
 
 def seen(code: str) -> str:
     """What a fresh process prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

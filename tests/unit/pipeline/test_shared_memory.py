@@ -23,6 +23,7 @@ from sluice.pipeline.weights.shared_memory import Segments, sweep
 from sluice.pipeline.weights.store import Store
 from sluice.pipeline.weights.versions import digest_of
 from sluice.pipeline.wire.messages import WeightVersion
+from tests.deadlines import HANG_S
 from tests.unit.pipeline.test_weights import model_dir
 
 RUN = "r"
@@ -217,7 +218,7 @@ def publisher(ends: Ends, how: str) -> subprocess.Popen[str]:
 
 
 def test_the_end_of_a_publisher_frees_its_memory(ends: Ends) -> None:
-    publisher(ends, "ends").wait(60)
+    publisher(ends, "ends").wait(HANG_S)
     assert not list(ends.memory.iterdir())
 
 
@@ -226,7 +227,7 @@ def test_what_a_killed_publisher_left_is_removed_by_the_next(ends: Ends) -> None
     sweep(ends.memory)
     assert ends.in_memory() == {"v000001"}, "its owner lives"
     process.send_signal(signal.SIGKILL)
-    process.wait(60)
+    process.wait(HANG_S)
     (left,) = ends.memory.iterdir()
     ends.publish(2)
     assert not left.exists()

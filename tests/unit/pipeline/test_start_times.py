@@ -7,6 +7,7 @@ import sys
 import time
 
 from sluice.pipeline.run.role import StartTimes
+from tests.deadlines import HANG_S
 
 
 def test_parts_follow_one_another_and_each_counts_once() -> None:
@@ -23,5 +24,5 @@ def test_the_first_part_begins_with_the_process() -> None:
     code = "import time; time.sleep(0.3); from sluice.pipeline.run.role import StartTimes\n"
     code += "start = StartTimes(); start.ended('command'); print(start.parts['command'])"
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert 0.3 <= float(done.stdout) <= time.monotonic() - began + 0.05

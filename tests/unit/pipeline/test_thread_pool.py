@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
 from sluice.pipeline.thread_pool import CoroutineThread, ThreadPool, lost_threads
+from tests.deadlines import HANG_S
 from tests.roles import eventually
 
 
@@ -48,7 +49,7 @@ async def test_what_waits_behind_the_last_thread_is_told_that_it_is_lost() -> No
     pool, gate = ThreadPool("render", 1, max_lost=1), threading.Event()
     hangs = asyncio.create_task(pool.run(gate.wait, timeout_s=0.02, what="the first"))
     await asyncio.sleep(0)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         with pytest.raises(EngineError, match="too many calls of render never ended"):
             await pool.run(lambda: 7, timeout_s=30, what="the second")
         with pytest.raises(DeadlineExceeded):
@@ -69,7 +70,7 @@ async def test_what_nobody_waits_for_any_more_is_handed_over(timeout_s: float) -
         return 7
 
     making = asyncio.create_task(pool.run(make, timeout_s=timeout_s, what="it", unwanted=found.set_result))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while not begun.is_set():  # noqa: ASYNC110 - a thread sets it
             await asyncio.sleep(0.01)
         if timeout_s > 1:
@@ -91,7 +92,7 @@ async def test_what_hangs_is_counted_bounded_and_replaced() -> None:
     with pytest.raises(EngineError, match="2 earlier calls"):
         await pool.run(lambda: 7, timeout_s=60, what="one more")
     gate.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while pool.lost:  # noqa: ASYNC110 - the threads end by themselves
             await asyncio.sleep(0.001)
     assert await pool.run(lambda: 7, timeout_s=60, what="it") == 7
@@ -113,7 +114,7 @@ async def test_callers_that_leave_make_no_more_threads() -> None:
     pool, begun, gate = ThreadPool("render", 2), threading.Barrier(3), threading.Event()
 
     def work() -> None:
-        begun.wait(60)
+        begun.wait(HANG_S)
         gate.wait()
 
     calls = [asyncio.create_task(pool.run(work, timeout_s=120, what="it")) for _ in range(40)]
@@ -147,7 +148,7 @@ async def test_a_search_without_a_hit_is_an_ordinary_failure() -> None:
 
 async def test_several_at_once() -> None:
     pool, together = ThreadPool("render", 3), threading.Barrier(3)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         await asyncio.gather(*(pool.run(together.wait, timeout_s=60, what="it") for _ in range(3)))
     pool.close()
 
@@ -174,7 +175,7 @@ async def test_lost_threads_are_counted_over_all_pools_of_the_process() -> None:
             await pool.run(gate.wait, timeout_s=0.02, what="the prompt")
     assert lost_threads() == before + 2
     gate.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while lost_threads() > before:  # noqa: ASYNC110 - the threads end by themselves
             await asyncio.sleep(0.001)
 
@@ -239,7 +240,7 @@ async def test_a_coroutine_that_blocks_its_loop_is_alone_to_blame() -> None:
     await has_begun.wait()
     with pytest.raises(DeadlineExceeded, match=r"it blocked its event loop for more than 0\.05 s"):
         await home.run(blocks, timeout_s=0.05, what="it")
-    assert await asyncio.wait_for(first, 60) == "done"
+    assert await asyncio.wait_for(first, HANG_S) == "done"
     assert (begun, home.lost, lost_threads() - before) == (2, 1, 1)
     gate.set()
 

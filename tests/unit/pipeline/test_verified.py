@@ -16,6 +16,7 @@ from sluice.pipeline.weights import versions
 from sluice.pipeline.weights.carriers import Directory
 from sluice.pipeline.weights.host_cache import Verified
 from sluice.pipeline.wire.messages import WeightVersion
+from tests.deadlines import HANG_S
 from tests.unit.pipeline.test_weights import cut, flip, manifest, model_dir
 
 
@@ -164,7 +165,7 @@ def start(made: WeightVersion, records: Path, seconds: float) -> subprocess.Pope
 
 def test_one_of_a_hosts_processes_reads_and_the_others_wait(tmp_path: Path, made: WeightVersion) -> None:
     running = [start(made, tmp_path / "records", 0.2) for _ in range(4)]
-    said = [process.communicate(timeout=60)[0] for process in running]
+    said = [process.communicate(timeout=HANG_S)[0] for process in running]
     assert sorted(said) == [b"", b"", b"", b"read\n"]
     assert all(process.returncode == 0 for process in running)
 
@@ -177,7 +178,7 @@ def test_one_that_is_killed_while_it_reads_is_replaced(tmp_path: Path, made: Wei
     with pytest.raises(WeightsError, match=r"verifying it for more than .* Raise weights\.load_timeout_s"):
         waiting.fetch(made)
     victim.kill()
-    victim.communicate(timeout=60)
+    victim.communicate(timeout=HANG_S)
     heir = Counted(tmp_path / "records")
     heir.fetch(made)
     assert (waiting.times, heir.times) == (0, 1)

@@ -35,6 +35,7 @@ from sluice.pipeline.weights.versions import (
     write_version,
 )
 from sluice.pipeline.wire.messages import WeightVersion
+from tests.deadlines import HANG_S
 
 
 def model_dir(path: Path, seed: int = 0, files: int = 1) -> Path:
@@ -176,7 +177,7 @@ def test_an_interrupted_write_leaves_no_version(tmp_path: Path) -> None:
         "weights.fsync_tree = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
         "weights.write_version(Path(sys.argv[1]), Path(sys.argv[2]), WeightVersion(version=1, path='', digest=''))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(source), str(root)], check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, str(source), str(root)], check=False, timeout=HANG_S)
     assert done.returncode == -9
     assert list(root.glob("v??????")) == []
     made = write_version(source, root, manifest())
@@ -200,7 +201,7 @@ def test_a_version_whose_removal_was_killed_is_not_there_any_more(tmp_path: Path
         "os.unlink = unlink\n"
         "versions.remove(Path(sys.argv[1]), [1])\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(root)], check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, str(root)], check=False, timeout=HANG_S)
     assert done.returncode == -9
     assert len(list(root.iterdir())) == 2, "killed amid the removal"
     assert [number for number, _ in numbered_directories(root)] == [2]

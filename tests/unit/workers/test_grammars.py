@@ -14,6 +14,7 @@ from sluice.pipeline.errors import RequestError
 from sluice.pipeline.wire.messages import Grammar
 from sluice.workers.engine import constraints
 from sluice.workers.engine.constraints import Grammars
+from tests.deadlines import HANG_S
 from tests.tiny_models import build_tokenizer
 
 WORD = Grammar(kind="regex", text="[a-c]{3}")
@@ -82,7 +83,7 @@ async def test_compiles_that_never_end_take_no_thread_of_others_and_are_bounded(
     assert len(gate.asked) <= took_too_long < constraints._MOST_LOST + constraints._COMPILES
     with pytest.raises(RequestError, match=r"grammars are still being compiled after 0\.02 s"):
         await one.prepare(OTHER)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         assert await asyncio.to_thread(lambda: 7) == 7
     gate.open.set()
     one.close()

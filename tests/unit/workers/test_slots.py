@@ -8,6 +8,7 @@ from collections import deque
 from sluice.pipeline.queue import Claim
 from sluice.workers.job_prompts import JobPrompt
 from sluice.workers.slots import HeldJob, Slots
+from tests.deadlines import HANG_S
 from tests.factories import decode_job
 
 
@@ -52,7 +53,7 @@ async def test_only_the_named_attempt_is_lost_and_its_tasks_are_cancelled() -> N
     assert not jobs.lose("r:a", attempt=1)
     [task] = held.tasks
     assert jobs.lose("r:a", attempt=2)
-    await asyncio.wait([task], timeout=60)
+    await asyncio.wait([task], timeout=HANG_S)
     assert task.cancelled()
 
 

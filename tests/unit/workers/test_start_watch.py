@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("psutil")
 
 from sluice.workers.engine.vllm.startup import StartWatch
+from tests.deadlines import HANG_S
 
 
 def wait_for_a_lock(lock: threading.Lock, wakes_s: float | None) -> None:
@@ -31,7 +32,7 @@ def test_a_process_that_waits_for_a_lock_is_ended(wakes_s: float | None) -> None
     with lock, StartWatch(limit_s=2.0) as watch:
         child = multiprocessing.get_context("fork").Process(target=wait_for_a_lock, args=(lock, wakes_s))
         child.start()
-        child.join(120)
+        child.join(HANG_S)
     assert child.exitcode == -9
     assert watch.stalled == "its core made no progress for 2 s at startup"
 
@@ -44,7 +45,7 @@ def test_a_child_that_computes_or_was_there_before_is_left_alone() -> None:
         with StartWatch(limit_s=1.0) as watch:
             child = multiprocessing.get_context("fork").Process(target=compute, args=(3.0,))
             child.start()
-            child.join(120)
+            child.join(HANG_S)
         assert watch.stalled is None
         assert child.exitcode == 0
         assert old.is_alive()

@@ -17,6 +17,7 @@ from sluice.consumers.tasks.segments import LeftOut
 from sluice.pipeline.cli import main as cli
 from sluice.pipeline.wire.messages import TrainingBatch, decode, encode
 from sluice.pipeline.wire.tokens import Runs
+from tests.deadlines import HANG_S
 from tests.unit.consumers.audit.stored_run import MARKED, PROMPT, TOKENS, change
 
 
@@ -38,7 +39,7 @@ def test_the_real_command_prints_one_object(run: Path) -> None:
     where = ["-c", str(run.parent / "c.yaml")]
     Path(where[1]).write_text(f"run_dir: {run.parent}\nmodel: {{device: cpu}}\n")
     command = [sys.executable, "-m", "sluice.pipeline.cli.main", "audit", "mine", "--json", *where]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env={**os.environ})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False, env={**os.environ})
     found = json.loads(done.stdout)
     assert (done.returncode, found["wrong"], found["right"]) == (1, 1, TOKENS - MARKED - 1), done.stderr
     assert (found["tokens"], found["marked"], found["max_error"]) == (TOKENS, MARKED, pytest.approx(0.5, abs=1e-4))

@@ -24,6 +24,7 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DataError
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from tests.deadlines import HANG_S
 from tests.factories import sequence_result, training_sample
 from tests.tiny_tokenizer import tiny_codec
 
@@ -166,7 +167,7 @@ def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
         (["nosuch", "--to", "csv"], "csv"),
     ):
         command = [sys.executable, "-m", "sluice.pipeline.cli.main", "export", *words, "--out", str(tmp_path / "out")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False, cwd=tmp_path)
         assert done.returncode != 0
         assert said in done.stdout + done.stderr
 

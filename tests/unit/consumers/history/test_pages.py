@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sluice.consumers.history.reader import HistoryReader
 from sluice.consumers.history.records import SequenceFilter
+from tests.deadlines import HANG_S
 from tests.finished import job, row, store
 
 WRITES = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.sampled_from(["x", "y"])), max_size=12)
@@ -81,10 +82,10 @@ def test_a_reader_in_other_threads_sees_whole_groups_while_two_write(tmp_path: P
     for thread in (*readers, *writers):
         thread.start()
     for thread in writers:
-        thread.join(60)
+        thread.join(HANG_S)
     done.set()
     for thread in readers:
-        thread.join(60)
+        thread.join(HANG_S)
         assert not thread.is_alive()
     assert torn == []
     assert reader.totals()["handed_on"] == 180

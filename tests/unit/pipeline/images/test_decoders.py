@@ -20,6 +20,7 @@ from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.decoders import Decoders
 from sluice.pipeline.images.paths import SourceUnavailable
 from sluice.pipeline.images.pixels import open_image
+from tests.deadlines import HANG_S
 from tests.pictures import encoded, gif_of_zeros, huge_png, png, png_of_chunks, progressive_jpeg
 
 FOREVER_S = 600.0
@@ -39,7 +40,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-def until(holds: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
+def until(holds: Callable[[], bool], what: str, limit_s: float = HANG_S) -> None:
     """Wait for it, or fail naming it."""
     end = time.monotonic() + limit_s
     while not holds():
@@ -139,7 +140,7 @@ def test_neighbours_are_decoded_meanwhile_and_close_ends_what_runs() -> None:
         assert len(children()) == 2
         decoders.close()
         with pytest.raises(RequestError, match=r"^slow: the image decoders were closed meanwhile"):
-            slow.result(60)
+            slow.result(HANG_S)
     assert not children()
     with pytest.raises(RequestError, match=r"^x: the image decoders are closed"):
         decoders.decode(png(), "x")
@@ -154,7 +155,7 @@ def test_who_waits_for_a_process_is_told_that_the_decoders_were_closed() -> None
         decoders.close()
         for one in (slow, waiting):
             with pytest.raises(RequestError, match="closed"):
-                one.result(60)
+                one.result(HANG_S)
 
 
 def test_memory_is_bounded() -> None:
@@ -177,7 +178,7 @@ def test_a_process_that_dies_over_an_image_is_told_and_replaced(decoders: Decode
         until(lambda: _cpu(pid) > before, "the decode to begin")
         os.kill(pid, signal.SIGSEGV)
         with pytest.raises(RequestError, match=r"^slow: its decoder ended \(SIGSEGV\)"):
-            slow.result(60)
+            slow.result(HANG_S)
     assert decoders.decode(png(), "x").size == (8, 6)
 
 
@@ -232,7 +233,7 @@ def test_many_threads_at_once(decoders: Decoders) -> None:
     barrier, colors = threading.Barrier(8), ["red", "lime", "blue", "white"]
 
     def ask(at: int) -> tuple[int, ...]:
-        barrier.wait(60)
+        barrier.wait(HANG_S)
         found = decoders.decode(png(colors[at % 4]), "x").getpixel((0, 0))
         assert isinstance(found, tuple)
         return found

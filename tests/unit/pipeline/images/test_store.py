@@ -15,6 +15,7 @@ from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.store import ImageStore
 from sluice.pipeline.wire.messages import ImageRef
+from tests.deadlines import HANG_S
 from tests.image_site import Site
 from tests.pictures import huge_png, png
 
@@ -58,9 +59,9 @@ async def test_twenty_callers_share_one_fetch(site: Site) -> None:
     async with ImageStore(config(site=site)) as images:
         ref = ImageRef(url=site.url("/a.png"))
         callers = [asyncio.create_task(images.get(ref)) for _ in range(20)]
-        await asyncio.wait_for(site.was_asked.wait(), 60)
+        await asyncio.wait_for(site.was_asked.wait(), HANG_S)
         callers[0].cancel()  # the one that began the fetch
-        await asyncio.wait(callers[:1], timeout=60)
+        await asyncio.wait(callers[:1], timeout=HANG_S)
         release.set()
         first, *others = await asyncio.gather(*callers, return_exceptions=True)
         assert isinstance(first, asyncio.CancelledError)
@@ -182,10 +183,10 @@ async def test_closing_ends_what_is_under_way_and_refuses_what_comes_later(site:
     site.routes["/a.png"] = never
     images, ref = ImageStore(config(site=site)), ImageRef(url=site.url("/a.png"))
     caller = asyncio.create_task(images.get(ref))
-    await asyncio.wait_for(site.was_asked.wait(), 60)
+    await asyncio.wait_for(site.was_asked.wait(), HANG_S)
     await images.close()
     with pytest.raises(RequestError, match="was closed meanwhile"):
-        await asyncio.wait_for(caller, 60)
+        await asyncio.wait_for(caller, HANG_S)
     with pytest.raises(RequestError, match="is closed"):
         await images.get(ref)
 

@@ -14,6 +14,7 @@ from sluice.pipeline.config.types import Config, ImagesConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.paths import Roots
 from sluice.pipeline.images.store import ImageWriter, StoreError, images_directory, images_of_run
+from tests.deadlines import HANG_S
 from tests.pictures import huge_png, png
 
 
@@ -57,7 +58,7 @@ def test_writers_that_know_nothing_of_each_other_write_the_same_picture(tmp_path
     def write() -> None:
         writer = ImageWriter(tmp_path, ImagesConfig())
         for data in pictures:
-            everybody.wait(timeout=60)
+            everybody.wait(timeout=HANG_S)
             try:
                 writer.put(data, "here")
             except StoreError as error:

@@ -16,6 +16,7 @@ from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.status.heartbeat import Heartbeat
 from sluice.pipeline.telemetry.exporter import Telemetry, metrics_server
 from sluice.pipeline.wire.waits import Wait, WaitKind
+from tests.deadlines import HANG_S
 
 
 def row(**fields: object) -> Heartbeat:
@@ -61,7 +62,7 @@ def test_the_port_is_free_again_and_nothing_is_left() -> None:
     with metrics_server(MetricsConfig(port=port), Telemetry("worker")) as again:
         assert again == address
         get(address)
-    until = time.monotonic() + 20
+    until = time.monotonic() + HANG_S
     while threading.active_count() > before:
         assert time.monotonic() < until, "a thread is left"
         time.sleep(0.01)

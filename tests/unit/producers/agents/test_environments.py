@@ -14,6 +14,7 @@ import pytest
 from sluice.pipeline.config.types import RolloutServerConfig
 from sluice.pipeline.thread_pool import lost_threads
 from sluice.producers.agents.environment import EnvironmentFailed, Environments, OpenEnvironment, Rollout
+from tests.deadlines import HANG_S
 from tests.roles import eventually
 
 ACTION = {"role": "assistant", "content": "a"}
@@ -68,7 +69,7 @@ async def world() -> AsyncIterator[World]:
     await taken
 
 
-def environments(world: World, *, timeout_s: float = 60.0, most: int = 2) -> Environments:
+def environments(world: World, *, timeout_s: float = HANG_S, most: int = 2) -> Environments:
     return Environments(world.make, RolloutServerConfig(max_concurrent_rollouts=most, tool_timeout_s=timeout_s))
 
 
@@ -102,7 +103,7 @@ async def cancel(task: asyncio.Task[Any]) -> None:
 @pytest.mark.parametrize("where", ["make", "reset", "step"])
 async def test_a_stuck_one_holds_up_no_other(world: World, where: str) -> None:
     of, world.holds_up = environments(world), where
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         stuck = asyncio.create_task(rollout(of, "stuck"))
         await begun(world, stuck)
         world.holds_up = ""
@@ -119,7 +120,7 @@ async def test_a_stuck_one_holds_up_no_other(world: World, where: str) -> None:
 async def test_a_late_one_fails_is_counted_and_its_place_is_taken(world: World, where: str) -> None:
     of, world.holds_up = environments(world, timeout_s=0.05, most=1), where
     before = lost_threads()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         with pytest.raises(EnvironmentFailed, match=r"did not answer within 0\.05 s"):
             await rollout(of, "late")
         assert lost_threads() == before + 1
@@ -132,7 +133,7 @@ async def test_a_late_one_fails_is_counted_and_its_place_is_taken(world: World, 
 
 async def test_one_whose_rollout_left_during_its_construction_is_closed_before_the_end(world: World) -> None:
     of, world.holds_up = environments(world), "make"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         left = asyncio.create_task(rollout(of, "left"))
         await begun(world, left)
         await cancel(left)

@@ -17,6 +17,7 @@ from sluice.pipeline.prompts.admission import Limits, admit_request
 from sluice.pipeline.wire.messages import ImageRef, Message
 from sluice.producers.gateway.images import RequestImages
 from sluice.producers.gateway.refusals import Refusal
+from tests.deadlines import HANG_S
 from tests.pictures import huge_png, png, progressive_jpeg
 
 CAT = "http://pictures.example:8000/cat.png"
@@ -49,7 +50,7 @@ def images(config: Config) -> Iterator[RequestImages]:
 
 
 def soon() -> float:
-    return time.monotonic() + 60
+    return time.monotonic() + HANG_S
 
 
 async def stored(images: RequestImages, messages: list[dict[str, Any]]) -> tuple[list[Message], list[ImageRef]]:

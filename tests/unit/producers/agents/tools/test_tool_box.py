@@ -17,6 +17,7 @@ from sluice.pipeline.errors import ConfigError
 from sluice.producers.agents.server import watch_loop
 from sluice.producers.agents.tools import Tool, ToolBox, ToolError, load_tools, tool
 from sluice.producers.agents.tools.registry import MAX_RESULT_CHARS
+from tests.deadlines import HANG_S
 
 
 def call(name: str, arguments: Any = "{}", id_: str = "c1") -> dict[str, Any]:
@@ -181,7 +182,7 @@ async def test_a_plain_function_that_hangs_takes_no_place_of_another() -> None:
     box = ToolBox([tool(hangs), tool(answers)], 60, max_calls=100)
     hanging = asyncio.create_task(box.run([call("hangs")] * 40))
     await asyncio.sleep(0)
-    async with asyncio.timeout(50):
+    async with asyncio.timeout(HANG_S):
         (message,) = await box.run([call("answers")])
     assert message["content"] == "here"
     gate.set()
@@ -212,7 +213,7 @@ async def test_the_clock_of_a_plain_function_starts_when_it_does() -> None:
 
     def hangs() -> None:
         """Waits."""
-        gate.wait(20)
+        gate.wait(HANG_S)
 
     box = ToolBox([tool(hangs)], 0.1, max_calls=100)
     contents = [one["content"] for one in await box.run([call("hangs")] * 20)]
@@ -229,7 +230,7 @@ async def test_a_tool_that_blocks_the_loop_is_named(capsys: pytest.CaptureFixtur
     with watch_loop(0.05) as watch:
         (message,) = await ToolBox([tool(computes)], 20).run([call("computes")])
     logged = ""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while "is blocked" not in logged:
             await asyncio.sleep(0.01)
             logged += capsys.readouterr().err
