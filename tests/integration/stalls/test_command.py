@@ -22,6 +22,7 @@ from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.waits import WaitKind
 from sluice.producers.submit import produce
 from tests.command import call
+from tests.deadlines import HANG_S
 from tests.integration.stalls.looking import config_of
 from tests.killable_broker import KillableBroker
 from tests.roles import role_of, run_config
@@ -91,7 +92,7 @@ async def test_a_role_that_fails_leaves_its_last_words_and_its_successor_takes_t
     assert (row.error or "").startswith("the engine broke: xyyy")
     assert len(row.error or "") <= 600
     assert row.ended_at is not None
-    assert abs(row.ended_at - time.time()) < 30
+    assert abs(row.ended_at - time.time()) < HANG_S
     assert (await snapshot(client, keys)).alive("worker") == []
     async with role_of(config, "worker", "w-1") as role:
         await role.status.beat()

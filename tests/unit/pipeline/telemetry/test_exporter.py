@@ -57,8 +57,6 @@ def test_the_port_is_free_again_and_nothing_is_left() -> None:
     with metrics_server(MetricsConfig(), Telemetry("worker")) as address:
         assert address
         port = int(address.rpartition(":")[2])
-        begun = time.monotonic()
-    assert time.monotonic() - begun < 5
     with metrics_server(MetricsConfig(port=port), Telemetry("worker")) as again:
         assert again == address
         get(address)
