@@ -12,6 +12,8 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from sluice.pipeline.logs import get_logger
+
 _STALE_S = 60.0
 _SYNC_BYTES = 32 << 20  # between two syncs of a file that is being written
 
@@ -72,10 +74,16 @@ def remove_unfinished(directory: Path, names: str) -> None:
 
 
 def remove_directory(directory: Path) -> None:
-    """Delete it whole: from the first moment on it has another name, which `remove_unfinished` knows after a kill."""
+    """Delete it whole: from the first moment on it has another name, which `remove_unfinished` knows after a kill.
+
+    A disk that refuses (NFS, while someone reads a file of it) is no reason to stop: `remove_unfinished` tries again.
+    """
     aside = directory.with_name(f".{directory.name}.{secrets.token_hex(8)}.tmp")
-    directory.rename(aside)
-    shutil.rmtree(aside)
+    try:
+        directory.rename(aside)
+        shutil.rmtree(aside)
+    except OSError as error:
+        get_logger().warning("not deleted for now", path=str(directory), error=str(error))
 
 
 def fsync_tree(directory: Path) -> None:

@@ -228,7 +228,9 @@ class Session:
                 state.publish(number)
         if weights is None or not state.is_published:
             directory = self._version_directory()
-            weights, manifest = None, replace(versions.read_manifest(directory), path=str(directory))
+            there = await asyncio.to_thread(versions.read_manifest, directory)
+            # A kill may have come between the directory and the store.
+            weights, manifest = None, await self._writing(self._carrier.publish, directory, there, self._fence())
         else:
             manifest = await self._write_version(weights, state)
         self._durable_version = state.version

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from sluice.consumers.training.handoff import Rollouts
 from sluice.consumers.training.session import Session
@@ -17,7 +18,9 @@ from sluice.pipeline.errors import (
     ModelError,
 )
 from sluice.pipeline.weights import versions
+from sluice.pipeline.weights.carriers import carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.store import Store
 from sluice.pipeline.wire.keys import Keys
 from tests.training_loops import MakeRun, ctrl_c, ids, load, look, manifest_of, run_of, trained
 
@@ -69,6 +72,31 @@ def test_each_batch_is_in_the_weights_once_wherever_publishing_is_cut_off(
     assert sorted(trained(config)) == ids(2)
     now = look(config)
     assert (now.trained, now.complete) == (4, True)
+
+
+@pytest.mark.parametrize("transport", ["store", "delta"])
+def test_a_version_whose_upload_was_cut_off_is_in_the_store_when_it_is_registered(
+    make_run: MakeRun, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_run(1)
+    there = {"transport": transport, "store_url": f"file://{tmp_path}/store", "cache_dir": str(tmp_path / "cache")}
+    config = replace(config, weights=replace(config.weights, **there))
+
+    def ends(*_: Any) -> None:
+        raise RuntimeError("killed")
+
+    with Rollouts(config) as rollouts:
+        model = load(rollouts.model_path)
+        next(rollouts.batches())
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "_upload", ends)
+            with pytest.raises(RuntimeError, match="killed"):
+                rollouts.publish(model)
+    with Rollouts(config) as rollouts:
+        assert (rollouts.version, look(config).latest_version) == (1, 1)
+    worker = carrier_of(config)
+    versions.check_files(manifest_of(config, 1), worker.fetch(manifest_of(config, 1)))
+    worker.close()
 
 
 def test_what_is_no_model_of_this_run_is_not_published(make_run: MakeRun, tmp_path: Path) -> None:

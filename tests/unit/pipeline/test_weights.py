@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -218,6 +220,26 @@ def test_retire_keeps_exactly_retention(tmp_path: Path, retention: int) -> None:
         remove(root, retired(root, range(version - retention + 1, version + 1), version))
     kept = sorted(path.name for path in (tmp_path / "weights").iterdir())
     assert kept == [f"v{version:06d}" for version in range(6 - retention, 6)]
+
+
+def test_a_disk_that_deletes_no_directory_yet_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As NFS while a worker has a file of it open."""
+    source, root = model_dir(tmp_path / "source"), tmp_path / "weights"
+    for version in range(2):
+        write_version(source, root, manifest(version))
+
+    def is_busy(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", is_busy)
+        remove(root, [0])
+    assert "not deleted for now" in capsys.readouterr().err
+    assert [number for number, _ in numbered_directories(root)] == [1]
+    remove(root, [])
+    assert [path.name for path in root.iterdir()] == ["v000001"]
 
 
 def test_what_is_above_the_newest_may_come_back_and_all_else_is_retired(tmp_path: Path) -> None:
