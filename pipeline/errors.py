@@ -97,10 +97,6 @@ class WeightsError(SluiceError):
     exit_code = 6
 
 
-class WeightsAway(WeightsError):
-    """The store of versions didn't answer in time; the version itself may be whole."""
-
-
 class WeightsGone(WeightsError):
     """No version of this number is registered: it was retired, or never published."""
 

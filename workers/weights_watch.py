@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import ModelError, TornWeights, WeightsAway, WeightsError, WeightsGone
+from sluice.pipeline.errors import ModelError, TornWeights, WeightsError, WeightsGone
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.role import Role
 from sluice.pipeline.telemetry.spans import version_spans
@@ -49,6 +49,8 @@ class WeightsWatch:
         self._role, self._backend, self._tell = role, backend, role.status.fact
         self._config: Config = role.config
         self._carrier = carrier or carrier_of(role.config, role.status.fact)
+        self._in_use: WeightVersion | None = None  # of the carrier's; None: the model's own directory
+        self._fetched: int | None = None  # the version that was asked for last, once its files were whole here
         self._refused: int | None = None
         self._again_at = math.inf  # when a refused version is asked for again (monotonic, seconds)
         self._latest: int | None = None
@@ -111,8 +113,9 @@ class WeightsWatch:
             return False  # retired in the meantime: there is a newer one
         except WeightsError as error:
             self._refused = version
-            away = isinstance(error, WeightsAway)  # no newer version may come, so this one is wanted still
-            self._again_at = time.monotonic() + _AGAIN * self._config.weights.store_timeout_s if away else math.inf
+            # No newer version may come, so this one is wanted still; but what whole files hold stays what it is.
+            pause_s = math.inf if self._fetched == version else _AGAIN * self._config.weights.store_timeout_s
+            self._again_at = time.monotonic() + pause_s
             self._tell(refused_version=version)
             get_logger().error("new weights refused; keeping the old version", version=version, error=str(error))
             return False
@@ -160,9 +163,15 @@ class WeightsWatch:
             raise WeightsGone(f"weights v{version} aren't registered: retired, or never published")
         backend, tolerance, began = self._backend, self._config.weights.probe_tolerance, time.time()
         probe = probe_of(manifest, backend.facts.dtype, tolerance, backend.version)
+        self._fetched = None
         directory = await asyncio.to_thread(self._carrier.fetch, manifest)
-        fetched = time.monotonic()
-        await backend.load_weights(directory, version, probe, manifest.parent)
+        self._fetched, fetched = version, time.monotonic()
+        try:
+            await backend.load_weights(directory, version, probe, manifest.parent)
+        except WeightsError:
+            await asyncio.to_thread(self._carrier.keep, self._in_use)  # a refused version takes no room
+            raise
+        self._in_use = manifest
         spent = {"fetch_s": round(fetched - started, 3), "load_s": round(time.monotonic() - fetched, 3)}
         behind_s = round(self._role.status.broker_time() - manifest.published_at, 3) if manifest.published_at else 0.0
         self._role.tracing.send(version_spans("load", manifest, self._role.name, began, time.time()))

@@ -83,7 +83,7 @@ class Timed:
     def publish(self, source: Path, manifest: WeightVersion, fence: Callable[[], None]) -> WeightVersion:
         return self._own.publish(source, manifest, fence)
 
-    def keep(self, manifest: WeightVersion) -> None:
+    def keep(self, manifest: WeightVersion | None) -> None:
         self._own.keep(manifest)
 
     def remove(self, numbers: Collection[int]) -> None:

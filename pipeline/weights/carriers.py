@@ -59,8 +59,8 @@ class Carrier(Protocol):
         """
         ...
 
-    def keep(self, manifest: WeightVersion) -> None:
-        """This version is in use now, and no other one that this process has fetched."""
+    def keep(self, manifest: WeightVersion | None) -> None:
+        """This version is in use now, and no other one that this process has fetched; None: none of them is."""
         ...
 
     def remove(self, numbers: Collection[int]) -> None:
@@ -142,7 +142,7 @@ class Directory:
         names = manifest.shards or [file.name for file in versions.deciding_files(directory)]
         self._verified.once(directory, manifest.digest, names, lambda: versions.check_files(manifest, directory))
 
-    def keep(self, manifest: WeightVersion) -> None:
+    def keep(self, manifest: WeightVersion | None) -> None:
         """Only `remove` deletes here."""
 
     def remove(self, numbers: Collection[int]) -> None:
@@ -211,7 +211,7 @@ class SharedMemory:
                 self._fall_back("the copy in shared memory is damaged; taking the durable version", error)
         return self._durable.fetch(manifest)
 
-    def keep(self, manifest: WeightVersion) -> None:
+    def keep(self, manifest: WeightVersion | None) -> None:
         self._segments.keep(manifest)
         self._durable.keep(manifest)
 

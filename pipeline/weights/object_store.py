@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from xxhash import xxh3_128
 
-from sluice.pipeline.errors import ConfigError, WeightsAway, WeightsError
+from sluice.pipeline.errors import ConfigError, WeightsError
 from sluice.pipeline.files import fsync_directory
 from sluice.pipeline.weights.delta import in_order
 
@@ -153,7 +153,7 @@ class ObjectStore:
     ) -> Any:
         """Until it works, or has failed for `quiet_s`; an answer that isn't `length` long was cut off.
 
-        Raises WeightsAway, WeightsError, FileNotFoundError.
+        Raises WeightsError, FileNotFoundError.
         """
         deadline, attempts = time.monotonic() + max(self._quiet_s, limit_s), 0
         while True:
@@ -172,7 +172,7 @@ class ObjectStore:
             pause = _PAUSES_S[min(attempts, len(_PAUSES_S) - 1)]
             attempts += 1
             if time.monotonic() + pause > deadline:
-                raise WeightsAway(
+                raise WeightsError(
                     f"{self.url}: {what} failed {attempts} times over {self._quiet_s:.0f} s, last {said(why)}; is the "
                     "store reachable? It is tried for weights.store_timeout_s"
                 ) from why

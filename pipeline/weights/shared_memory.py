@@ -104,10 +104,11 @@ class Segments:
         if version.parent == self._directory:
             shutil.rmtree(version, ignore_errors=True)
 
-    def keep(self, manifest: WeightVersion) -> None:
+    def keep(self, manifest: WeightVersion | None) -> None:
         """Unlink all but this version."""
+        kept = _name(manifest) if manifest else None
         for version in self._versions():
-            if version.name != _name(manifest):
+            if version.name != kept:
                 shutil.rmtree(version, ignore_errors=True)
 
     def remove(self, number: int) -> None:

@@ -160,9 +160,9 @@ class Store:
             self._known.clear()  # a restarted trainer may have uploaded it in another way since
             raise
 
-    def keep(self, manifest: WeightVersion) -> None:
+    def keep(self, manifest: WeightVersion | None) -> None:
         """This process needs no other version any more."""
-        self._cache.release(but=[self._cache_key(_folder(manifest))])
+        self._cache.release(but=[self._cache_key(_folder(manifest))] if manifest else [])
 
     def close(self) -> None:
         """This process needs no version any more."""

@@ -23,7 +23,7 @@ import pytest
 import s3fs
 from safetensors.numpy import save_file
 
-from sluice.pipeline.errors import LeaseLost, WeightsAway, WeightsError
+from sluice.pipeline.errors import LeaseLost, WeightsError
 from sluice.pipeline.weights import delta, versions
 from sluice.pipeline.weights.carriers import Carrier, Directory
 from sluice.pipeline.weights.host_cache import HostCache
@@ -564,7 +564,7 @@ def test_a_connection_that_is_silent_is_left_for_another(site: Site, monkeypatch
 def test_a_store_that_is_away_is_named_without_credentials(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = publish(site.carrier("trainer"), site, 0)
     use(monkeypatch, "http://127.0.0.1:9")
-    with pytest.raises(WeightsAway, match=r"s3://.* failed \d+ times .* is the store reachable") as caught:
+    with pytest.raises(WeightsError, match=r"s3://.* failed \d+ times .* is the store reachable") as caught:
         site.carrier("worker", quiet_s=0.5).fetch(manifest)
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in str(caught.value)
     with pytest.raises(WeightsError, match="failed"):

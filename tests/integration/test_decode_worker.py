@@ -234,6 +234,7 @@ async def test_new_weights_are_pulled_and_damaged_ones_refused(
 ) -> None:
     other = save_tiny_model(run_dir / "other", seed=1)
     wrong = {"probe_token_ids": TokenArray([7, 8, 9]), "probe_score": 9.0}
+    config = msgspec.structs.replace(config, weights=msgspec.structs.replace(config.weights, store_timeout_s=0.02))
     engine = HfBackend(ModelConfig(path=str(source), device="cpu"), max_batch=2)
     await engine.start()
     try:
@@ -246,11 +247,19 @@ async def test_new_weights_are_pulled_and_damaged_ones_refused(
             await publish(client, keys, other, run_dir, 2, digest="0" * 64)
             watch = watch_of(role, engine, 2)
             assert not await watch.pull(2)
-            assert watch.newer() is None, "a refused version is not tried again"
+            assert watch.newer() is None, "a refused version is not tried again at once"
             assert engine.version == 1
+
+            async def wanted() -> bool:
+                return watch.newer() == 2
+
+            await eventually(wanted, "files that were not whole to be looked at again")
             assert not await watch.pull(77), "a retired version is no error"
             await publish(client, keys, other, run_dir, 3, **wrong)
-            assert not await WeightsWatch(role, engine).pull(3), "its probe does not give what the trainer measured"
+            watch = watch_of(role, engine, 3)
+            assert not await watch.pull(3), "its probe does not give what the trainer measured"
+            await asyncio.sleep(0.2)
+            assert watch.newer() is None, "whole files hold what they hold"
             assert engine.version == 1
     finally:
         await engine.close()

@@ -47,6 +47,7 @@ class VersionedModel:
         self._carrier = carrier_of(config)
         self._weights = Weights(self._model, Path(config.model.path))
         self.version: int | None = None
+        self._in_use: WeightVersion | None = None  # of the carrier's
 
     @property
     def facts(self) -> EngineFacts:
@@ -68,8 +69,9 @@ class VersionedModel:
             raise
         except WeightsError:
             self.version = before
+            self._carrier.keep(self._in_use)  # a refused version takes no room
             raise
-        self.version = manifest.version
+        self.version, self._in_use = manifest.version, manifest
         self._carrier.keep(manifest)
 
     @torch.inference_mode()
