@@ -96,6 +96,7 @@ class DecodeWorker:
         self._role, self._backend, self._prompts = role, backend, prompts
         self._weights = WeightsWatch(role, backend, carrier)
         self._looked = False
+        self._may_decode = True  # the loaded weights are known to be a version's
         self._has_more = False  # jobs were ready at the last claim
         self._loading: asyncio.Task[bool] | None = None  # newer weights, while sequences run
         self._pinned = False  # there were pinned jobs at the last claim
@@ -141,7 +142,7 @@ class DecodeWorker:
 
     def _own_room(self) -> int:
         """Whatever other runs on this engine do."""
-        room = self._slots.room()
+        room = self._slots.room() if self._may_decode else 0
         if self._images_away_at is None:
             return room
         # Jobs come back at once from a host without images: with all its room it would use up the tries of the whole
@@ -238,7 +239,7 @@ class DecodeWorker:
             if self._slots.running:
                 return
             await self._settled()
-        await self._weights.prove()
+        self._may_decode = await self._weights.prove() or self._role.config.deterministic  # whose jobs name a version
         self._role.start.ended("weights")
 
     async def _settled(self) -> None:

@@ -78,30 +78,34 @@ class WeightsWatch:
             self._refused, self._again_at = None, math.inf
         return None if latest in (None, self._refused, self._backend.version) else latest
 
-    async def prove(self) -> None:
+    async def prove(self) -> bool:
         """Check the engine against the probe of the version it started with, once that is published.
 
-        Raises ModelError if the scores differ.
+        False if that version is retired: whether these are its weights can't be told any more, and a newer one has to
+        be loaded. Raises ModelError if the scores differ.
         """
         version = self._backend.version
         if self._is_proved or self._latest is None or self._latest < version:
-            return
-        self._is_proved = True
+            return True
         manifest, facts = await self._registry.get(version), self._backend.facts
-        probe = None if manifest is None else probe_of(manifest, facts.dtype, self._config.weights.probe_tolerance)
-        if manifest is None or probe is None:
-            return
+        if manifest is None:
+            return self._latest == version
+        self._is_proved = True
+        probe = probe_of(manifest, facts.dtype, self._config.weights.probe_tolerance)
+        if probe is None:
+            return True
         async with asyncio.timeout(self._config.weights.load_timeout_s):
             found = await self._backend.score(probe.token_ids)
         if refusal := probe.refusal(Path(manifest.path), None, found):
             if facts.dtype != "float32" and abs(found - probe.score) <= _HALF_LENIENCE * probe.tolerance:
                 get_logger().warning("the engine's probe score is off", found=refusal, dtype=facts.dtype)
-                return
+                return True
             raise ModelError(
                 f"{refusal}: the {facts.name} engine ({facts.engine_version}, {facts.dtype}) computes weights "
                 f"v{version} differently from the trainer, so its logprobs would belong to no policy; use the other "
                 "backend (worker.backend), or raise weights.probe_tolerance if its precision is the cause"
             )
+        return True
 
     async def pull(self, version: int) -> bool:
         """Load a version; False if it was refused and the old one stays. Raises TornWeights if neither can serve."""

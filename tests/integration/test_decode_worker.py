@@ -265,6 +265,31 @@ async def test_new_weights_are_pulled_and_damaged_ones_refused(
         await engine.close()
 
 
+async def test_start_weights_that_nothing_can_prove_any_more_decode_nothing(
+    config: Config, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    """Version 0 is retired, and the newest one can't be loaded: is the model's directory still what it was?"""
+    await publish(client, keys, save_tiny_model(run_dir / "other", seed=1), run_dir, 7, digest="0" * 64)
+    await enqueue(client, keys, "a")
+    engine = HfBackend(ModelConfig(path=str(source), device="cpu"), max_batch=2)
+    await engine.start()
+    try:
+        async with working(config, engine):
+
+            async def refused() -> bool:
+                [row] = (await snapshot(client, keys)).processes
+                return row.facts.get("refused_version") == 7
+
+            await eventually(refused, "the newest version to be refused")
+            await asyncio.sleep(20 * config.worker.poll_s)
+            await publish(client, keys, save_tiny_model(run_dir / "next", seed=2), run_dir, 8)
+            await over(client, keys, 1)
+    finally:
+        await engine.close()
+    found = await results(client, keys)
+    assert found["a:0"].versions.runs[0][0] == 8
+
+
 @pytest.fixture
 def panicking(source: Path, tmp_path: Path) -> Path:
     """The model with a tokenizer whose pattern gives up on a long run of one letter, as some do on blanks."""
