@@ -166,7 +166,7 @@ def _write_texts(found: Iterable[Exported], path: Path, done: Exports, shape: Te
     texts = TextShapes(shape, HFTextCodec(config.model.path))
 
     def rows() -> Iterator[Row]:
-        for row in texts.rows(one.sample for one in found):
+        for row in texts.rows((one.sample, one.result) for one in found):
             if isinstance(row, tuple):
                 done.leave(row[0], Exported(row[1]))
             else:

@@ -3,21 +3,26 @@
 | shape | a row | for |
 |---|---|---|
 | completion | prompt, completion, reward | SFT on chosen answers |
-| preference | prompt, chosen, rejected, and their rewards | DPO: best and worst answer of a group |
+| preference | prompt, chosen, rejected, and their rewards | DPO: best and worst answer of a group to one prompt |
 | unpaired | prompt, completion, label | KTO: whether the answer is better than its group |
 
 - A text can't say which of its tokens were sampled: sequences with tool output between turns are left out.
+- A reward is of what was sampled. Where a task put other text in its place, such as the truth, the worker's result has
+  the answer; without the result, the sequence is left out. An end that a guard forced or a task added may stay.
 - Of a group whose rewards are all equal nothing is better than the rest.
+- Branches of a forked rollout may have different prompts, and only answers to the same one are compared: a group can
+  have a pair for each. Of branches with the same prompt the first counts, which is the newest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sluice.consumers.tasks.task import TextCodec
-from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.messages import SequenceResult, TrainingSample
+from sluice.pipeline.wire.sampled_tokens import SampledTokens
 
 TextShape = Literal["completion", "preference", "unpaired"]
 Row = dict[str, Any]
@@ -27,9 +32,24 @@ Left = tuple[str, TrainingSample]
 LEFT_OUT = {
     "no_reward": "no reward",
     "no_contrast": "groups whose answers are equally good",
+    "other_prompt": "branches of a rollout: no other rollout of their group has their prompt, or a newer branch has it",
     "tool_output": "text between turns that the model didn't write; --to datasets exports it with its mask",
+    "not_sampled": "text that the model didn't write, such as the truth in place of its answer; a run with "
+    "history.enabled has the answer, and exports it",
     "has_images": "images; --shape tokens exports them where they have weights, --to datasets always",
 }
+
+
+class _Answer(NamedTuple):
+    """The tokens that a sequence's reward is of."""
+
+    sample: TrainingSample
+    prompt: list[int]
+    completion: SampledTokens
+
+    @property
+    def reward(self) -> float:
+        return self.sample.reward or 0.0
 
 
 class TextShapes:
@@ -38,44 +58,69 @@ class TextShapes:
     def __init__(self, shape: TextShape, codec: TextCodec) -> None:
         self._shape, self._codec, self.reread = shape, codec, 0
 
-    def rows(self, samples: Iterable[TrainingSample]) -> Iterator[Row | Left]:
-        """Rows, and what gives none. The samples of a group follow each other."""
-        for _, group in groupby(samples, key=lambda sample: sample.group_id):
-            usable: list[TrainingSample] = []
-            for sample in group:
-                if rule := _obstacle(sample):
+    def rows(self, found: Iterable[tuple[TrainingSample, SequenceResult | None]]) -> Iterator[Row | Left]:
+        """Rows, and what gives none. The samples of a group follow each other; None: the result isn't known."""
+        for _, group in groupby(found, key=lambda one: one[0].group_id):
+            usable: list[_Answer] = []
+            for sample, result in group:
+                tokens, at = sample.sampled, sample.prompt_len
+                answer = _Answer(sample, tokens.token_ids[:at], tokens[at:])
+                rule = self._obstacle(answer)
+                if rule == "not_sampled" and result is not None:
+                    answer = _Answer(sample, list(result.prompt_token_ids), result.sampled)
+                    rule = self._obstacle(answer)
+                if rule:
                     yield rule, sample
                 else:
-                    usable.append(sample)
-            if usable:
-                yield from self._of_group(usable)
+                    usable.append(answer)
+            yield from self._pairs(usable) if self._shape == "preference" else self._singles(usable)
 
-    def _of_group(self, samples: list[TrainingSample]) -> Iterator[Row | Left]:
-        if self._shape == "preference":
-            ranked = sorted(samples, key=_reward)
+    def _obstacle(self, answer: _Answer) -> str:
+        if answer.sample.reward is None:
+            return "no_reward"
+        if answer.sample.images:
+            return "has_images"
+        ids, was_sampled = answer.completion.token_ids, answer.completion.was_sampled
+        if [sampled for sampled, _ in groupby(was_sampled)].count(True) > 1:
+            return "tool_output"
+        others = {token for token, sampled in zip(ids, was_sampled, strict=True) if not sampled}
+        # A guard forces an end of turn, and a task adds the one that a cut answer lacks.
+        return "" if others <= set(self._codec.eos_token_ids) else "not_sampled"
+
+    def _pairs(self, answers: list[_Answer]) -> Iterator[Row | Left]:
+        prompts: dict[tuple[int, ...], dict[int | str, _Answer]] = {}
+        for answer in answers:
+            sample, rivals = answer.sample, prompts.setdefault(tuple(answer.prompt), {})
+            if rivals.setdefault(sample.seq_id if sample.index < 0 else sample.index, answer) is not answer:
+                yield "other_prompt", sample
+        for rivals in prompts.values():
+            ranked = sorted(rivals.values(), key=lambda answer: answer.reward)
             worst, best = ranked[0], ranked[-1]
-            if _reward(best) == _reward(worst):
-                yield "no_contrast", samples[0]
-                return
+            if best.reward == worst.reward:
+                is_alone = len(rivals) == 1 and len(prompts) > 1
+                yield "other_prompt" if is_alone else "no_contrast", worst.sample
+                continue
             prompt, chosen = self._texts(best)
             _, rejected = self._texts(worst)
-            rewards = {"chosen_reward": _reward(best), "rejected_reward": _reward(worst)}
+            rewards = {"chosen_reward": best.reward, "rejected_reward": worst.reward}
             yield {"prompt": prompt, "chosen": chosen, "rejected": rejected, **rewards}
-            return
-        for sample in samples:
-            better = _reward(sample) if sample.advantage is None else sample.advantage
+
+    def _singles(self, answers: list[_Answer]) -> Iterator[Row | Left]:
+        for answer in answers:
+            sample = answer.sample
+            better = answer.reward if sample.advantage is None else sample.advantage
             if self._shape == "unpaired" and better == 0:
                 yield "no_contrast", sample
                 continue
-            prompt, completion = self._texts(sample)
-            told: Row = {"label": better > 0} if self._shape == "unpaired" else {"reward": _reward(sample)}
+            prompt, completion = self._texts(answer)
+            told: Row = {"label": better > 0} if self._shape == "unpaired" else {"reward": answer.reward}
             yield {"prompt": prompt, "completion": completion, **told}
 
-    def _texts(self, sample: TrainingSample) -> tuple[str, str]:
+    def _texts(self, answer: _Answer) -> tuple[str, str]:
         """Prompt and completion, special tokens spelled out."""
-        ids, at = list(sample.token_ids), sample.prompt_len
-        prompt, completion = self._codec.decode(ids[:at]), self._codec.decode(ids[at:])
-        self.reread += self._codec.encode(prompt) + self._codec.encode(completion) != ids
+        ids = answer.completion.token_ids
+        prompt, completion = self._codec.decode(answer.prompt), self._codec.decode(ids)
+        self.reread += self._codec.encode(prompt) + self._codec.encode(completion) != [*answer.prompt, *ids]
         return prompt, completion
 
 
@@ -88,16 +133,3 @@ def text_columns(arrow: Any, shape: TextShape) -> Any:
         "unpaired": [("completion", text), ("label", arrow.bool_())],
     }
     return arrow.schema([("prompt", text), *told[shape]])
-
-
-def _obstacle(sample: TrainingSample) -> str:
-    if sample.reward is None:
-        return "no_reward"
-    if sample.images:
-        return "has_images"
-    runs = [was_sampled for was_sampled, _ in groupby(sample.sampled.was_sampled[sample.prompt_len :])]
-    return "tool_output" if runs.count(True) > 1 else ""
-
-
-def _reward(sample: TrainingSample) -> float:
-    return sample.reward or 0.0
