@@ -6,6 +6,8 @@
 
 - `row` is the request: rollout_id, messages, metadata. `action` is the model's message without tool calls; tools run as
   they do without an environment. `state` is a dict of this rollout, which tools see too (`Rollout`).
+- The messages are OpenAI's, of plain JSON values. One that can't be sent (a NumPy number, half a character) ends the
+  rollout with an error that names it.
 - The rewards add up to the rollout's; without any, the task decides.
 - `close` is called at every ending: finish, failure, cancel, deadline, shutdown. A server that is killed calls nothing.
 - Methods may be coroutines; plain ones run in a thread, as the construction does. Each has
@@ -36,6 +38,7 @@ from sluice.pipeline.errors import ConfigError, DeadlineExceeded
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.thread_pool import ThreadPool
 from sluice.pipeline.user_modules import load_object
+from sluice.pipeline.wire.codec import no_plain_value
 from sluice.pipeline.wire.messages import Message
 
 KEY = "rollout_server.environment"
@@ -118,11 +121,30 @@ def load_environment(path: str | None) -> Made | None:
 
 
 def checked_messages(value: Any, where: str) -> list[Message]:
-    """Raises EnvironmentFailed unless these are messages."""
+    """As the trainer gets them. Raises EnvironmentFailed unless these are messages that can be sent."""
     items = list(value) if isinstance(value, list | tuple) else []
     if not items or not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in items):
         raise EnvironmentFailed(f"{where} returned {value!r:.200}; return a list of messages with role and content")
-    return [dict(one) for one in items]
+    return [_as_sent(dict(one), f"message {at}", where) for at, one in enumerate(items)]
+
+
+def _as_sent(message: Message, which: str, where: str) -> Message:
+    # Imported here: the interpreter of an environment's own process may lack the packages of the wire.
+    from pydantic import ValidationError
+
+    from sluice.producers.http import schemas, strict_json
+
+    sent, problem = message, None
+    try:
+        sent = schemas.Message.model_validate(message).plain()
+        problem = no_plain_value(sent, which)
+    except ValidationError as error:
+        problem = f"{which}.{': '.join(strict_json.what_is_wrong(error))}"
+    except ValueError as error:
+        problem = f"{which}: {error}"
+    if problem is not None:
+        raise EnvironmentFailed(f"{where} returned a message that can't be sent ({problem}); return plain JSON values")
+    return sent
 
 
 class OpenEnvironment:

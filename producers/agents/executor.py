@@ -83,7 +83,6 @@ class Execution:
         answer.metrics.total_latency_ms = 1000 * (time.monotonic() - began)
         await self._tell(final_status, answer)
         self._state.counters.ended(answer)
-        self._session = None  # repeats need only the answer
         return answer
 
     async def _in_line(self) -> FinishReason:

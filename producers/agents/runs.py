@@ -5,6 +5,8 @@
 - The same id with a different body or protocol is a conflict; the callback key isn't compared.
 - Answers are kept for `keep_answers_s`: the newest `keep_answers`, or fewer if they are large; or until the caller says
   that its trainer lost turns of the rollout. Running rollouts are never forgotten.
+- With its answer a rollout drops its request, conversation and environment; only what repeats need is kept.
+- An answer that can't be written is an error of its rollout, never the end of the server.
 - In the asynchronous protocol the answer is delivered at least once, always with the same bytes, even if the rollout
   failed. Transport errors, 5xx and 429 are retried until the rollout's deadline; any other refusal is final. Failed
   deliveries are counted and logged; repeating the request delivers the answer again.
@@ -45,18 +47,34 @@ class Run:
     """One rollout, in progress or answered."""
 
     def __init__(self, request: RolloutRequest, protocol: Protocol, execution: Execution) -> None:
-        self.rollout_id, self.protocol, self.execution = request.rollout_id, protocol, execution
+        self.rollout_id, self.protocol = request.rollout_id, protocol
+        self.execution: Execution | None = execution  # until it is answered
+        self.callback: tuple[Trainer, float] | None = None  # who is still to be told the answer, and until when
         self.fingerprint = _fingerprint(request, protocol)
         self.body: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()  # the answer as JSON
         self.task: asyncio.Task[None] | None = None
         self.ended: RunState | None = None
-        self.is_cancelled, self.is_delivered, self.answered_at = False, False, 0.0
+        self.is_cancelled, self.answered_at = False, 0.0
 
     @property
     def state(self) -> RunState:
         if self.is_cancelled:
             return RunState.CANCELLED
-        return self.ended or (RunState.RUNNING if self.execution.is_running else RunState.QUEUED)
+        return self.ended or (RunState.RUNNING if self.execution and self.execution.is_running else RunState.QUEUED)
+
+    async def finish(self) -> None:
+        """Run it to its answer, and drop all but what repeats need."""
+        assert self.execution is not None, "a rollout runs once"
+        self.ended, body = await _outcome(self.execution, self.rollout_id)
+        self.answered_at = time.monotonic()
+        if self.protocol == "async":
+            self.callback = self.execution.trainer, self.execution.until
+        self.execution = None
+        self.body.set_result(body)
+
+    def end(self, why: str, final_status: str = "ERROR") -> bool:
+        """End it early, as an error; False if it has already ended."""
+        return self.execution is not None and self.execution.end(why, final_status)
 
     def hand_back(self) -> None:
         """Stop unfinished: the caller may ask again, because the trainer keeps its turns."""
@@ -82,8 +100,8 @@ class Runs:
         if run := self._find(request.rollout_id):
             if run.fingerprint != _fingerprint(request, protocol):
                 raise Conflict
-            if protocol == "async" and run.body.done() and not run.is_delivered and (not run.task or run.task.done()):
-                run.task = self._tasks.create_task(self._delivered(run))
+            if run.callback is not None and (not run.task or run.task.done()):
+                run.task = self._tasks.create_task(self._delivered(run, *run.callback))
             return run
         if self.is_draining:
             raise Draining
@@ -101,7 +119,7 @@ class Runs:
     def cancel(self, rollout_id: str) -> RunState:
         """End it; returns its state afterwards. An answered rollout keeps its answer."""
         run = self._in_hand.get(rollout_id)
-        if run is not None and run.execution.end("cancelled", "CANCELLED"):
+        if run is not None and run.end("cancelled", "CANCELLED"):
             run.is_cancelled = True
         return self.shown(rollout_id)
 
@@ -116,7 +134,7 @@ class Runs:
                 if run.protocol == "sync":
                     run.hand_back()
                 else:
-                    run.execution.end("the rollout server is shutting down; retry with a new rollout_id")
+                    run.end("the rollout server is shutting down; retry with a new rollout_id")
             await asyncio.wait(tasks, timeout=ending_s)
 
     def end(self) -> None:
@@ -142,21 +160,17 @@ class Runs:
 
     async def _run(self, run: Run) -> None:
         try:
-            answer = await run.execution.run()
+            await run.finish()
         finally:
             self._state.line.leave()
-        run.ended = RunState.SUCCESS if answer.status is RolloutStatus.COMPLETED else RunState.FAILURE
-        run.answered_at = time.monotonic()
         self._answered[run.rollout_id] = self._in_hand.pop(run.rollout_id)
-        run.body.set_result(answer_body(answer))
         self._num_bytes += len(run.body.result())
-        if run.protocol == "async":
-            await self._delivered(run)
+        if run.callback is not None:
+            await self._delivered(run, *run.callback)
 
-    async def _delivered(self, run: Run) -> None:
-        run.is_delivered = await deliver(
-            run.execution.trainer, run.rollout_id, run.body.result(), self._state, until=run.execution.until
-        )
+    async def _delivered(self, run: Run, trainer: Trainer, until: float) -> None:
+        if await deliver(trainer, run.rollout_id, run.body.result(), self._state, until=until):
+            run.callback = None
 
     def _forget_old(self) -> None:
         """Drop answers that are too old or too many."""
@@ -187,6 +201,24 @@ async def open_runs(state: AppState) -> AsyncGenerator[Runs]:
 def _fingerprint(request: RolloutRequest, protocol: Protocol) -> bytes:
     body = request.model_dump(mode="json", exclude={"callback_api_key"})
     return sha256(strict_json.encode([protocol, body])).digest()
+
+
+async def _outcome(execution: Execution, rollout_id: str) -> tuple[RunState, bytes]:
+    """How it ended, and its answer as JSON. Raises nothing but its own cancellation."""
+    try:
+        answer = await execution.run()
+        body = answer_body(answer)
+    except Exception as error:  # only a bug, which would end all rollouts of the server
+        get_logger().exception("a rollout has no answer that can be sent", rollout=rollout_id)
+        answer = RolloutResponse(
+            rollout_id=rollout_id,
+            status=RolloutStatus.ERROR,
+            finish_reason="error",
+            error_message=f"internal error ({type(error).__name__}); see the rollout server's log",
+            extra_fields={"error_category": "internal_error"},
+        )
+        body = answer_body(answer)
+    return RunState.SUCCESS if answer.status is RolloutStatus.COMPLETED else RunState.FAILURE, body
 
 
 def answer_body(answer: RolloutResponse) -> bytes:

@@ -111,6 +111,29 @@ async def test_a_failing_environment_ends_the_rollout_and_is_closed(ask: Asked, 
     assert closed == ["r-1"]
 
 
+async def test_messages_that_cannot_be_sent_end_their_rollout_alone(serve: Serve, tools_tokenizer: Any) -> None:
+    """The last turn's are sent to no trainer: without a check, the answer would be the first to hold them."""
+    closed.clear()
+    gate = asyncio.Event()
+
+    async def later(trainer: ScriptedTrainer, call: dict[str, Any]) -> web.StreamResponse:
+        await gate.wait()
+        return web.json_response(trainer.honest(Says("one"), call))
+
+    settings: dict[str, Any] = {"environment": f"{WORLDS}:Counting", "tools": ()}
+    async with ScriptedTrainer(tools_tokenizer, [later, Says("one")]).serving() as trainer, serve(**settings) as served:
+        other = asyncio.create_task(served.post("/rollout", a_request(trainer.url, "other")))
+        await until(lambda: len(trainer.calls) == 1)
+        request = a_request(trainer.url, max_turns=1, metadata={"wish": "no json"})
+        status, answer = await served.post("/rollout", request)
+        assert (status, answer["status"], answer["extra_fields"]) == (200, "ERROR", {"error_category": "tool_error"})
+        assert "the environment: step returned a message that can't be sent" in answer["error_message"]
+        assert "message 0: Unable to serialize unknown type: <class 'object'>" in answer["error_message"]
+        gate.set()
+        assert (await other)[1]["status"] == "COMPLETED"
+    assert (trainer.finished, closed) == ([("r-1", "ERROR"), ("other", "COMPLETED")], ["r-1", "other"])
+
+
 async def test_a_cancel_a_deadline_and_a_shutdown_close_it(serve: Serve, tools_tokenizer: Any) -> None:
     closed.clear()
 

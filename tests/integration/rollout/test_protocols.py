@@ -6,15 +6,19 @@ import asyncio
 import contextlib
 import gc
 import json
+from collections import Counter
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from sluice.producers.agents.executor import Execution
 from sluice.producers.agents.session import RolloutSession
+from sluice.producers.http.schemas import RolloutRequest, RolloutResponse
 from tests.integration.rollout.conftest import Serve, Served, a_request
 from tests.integration.rollout.peer import Answer, Says, ScriptedTrainer
+from tests.integration.rollout.worlds import Counting
 from tests.roles import eventually
 
 
@@ -133,18 +137,60 @@ async def test_cancelling(serve: Serve, tools_tokenizer: Any, waits: str) -> Non
         assert (await served.get("/health"))[1]["in_flight"] == 0
 
 
-async def test_an_answer_that_is_kept_holds_no_conversation(serve: Serve, tools_tokenizer: Any) -> None:
-    def sessions() -> set[int]:
-        return {id(one) for one in gc.get_objects() if type(one) is RolloutSession}
+@pytest.mark.parametrize("path", ["/rollout", "/v1/rollout/init"])
+async def test_an_answer_that_is_kept_holds_no_request_conversation_or_environment(
+    serve: Serve, tools_tokenizer: Any, path: str
+) -> None:
+    dropped = (Counting, Execution, RolloutRequest, RolloutSession)
 
-    others = sessions()  # what earlier tests of this process left behind is not ours
+    def held() -> Counter[str]:
+        gc.collect()
+        return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in dropped)
+
+    others = held()  # what earlier tests of this process left behind is not ours
 
     async def gone() -> bool:
-        return sessions() <= others
+        return held() <= others
 
-    async with ScriptedTrainer(tools_tokenizer, [Says("1")]).serving() as trainer, serve() as served:
-        await served.post("/rollout", a_request(trainer.url))
-        await eventually(gone, "the session to be released")
+    peer = ScriptedTrainer(tools_tokenizer, [Says("1")], completed_with=[400])
+    settings: dict[str, Any] = {"environment": "tests.integration.rollout.worlds:Counting", "tools": ()}
+    async with peer.serving() as trainer, serve(**settings) as served:
+        await served.post(path, a_request(trainer.url))
+        await eventually(lambda: _is(served, "success"), "the answer")
+        await eventually(gone, "all but the answer to be released")
+        await served.post(path, a_request(trainer.url))  # a callback that was refused is still possible
+        deliveries = 2 if path == "/v1/rollout/init" else 0
+        await eventually(lambda: _true(len(trainer.completed) == deliveries), "the second delivery")
+        assert len(trainer.finished) == 1
+
+
+@pytest.mark.parametrize("problem", ["cannot be written", "is missing"])
+async def test_an_answer_that_cannot_be_given_is_an_error_and_ends_no_other_rollout(
+    serve: Serve, tools_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    gate, run = asyncio.Event(), Execution.run
+
+    async def odd(execution: Execution) -> RolloutResponse:
+        answer = await run(execution)
+        if answer.rollout_id == "odd":
+            if problem == "is missing":
+                raise ValueError("a secret")
+            answer.extra_fields["odd"] = object()
+        return answer
+
+    monkeypatch.setattr(Execution, "run", odd)
+    async with ScriptedTrainer(tools_tokenizer, [gated(gate), Says("2")]).serving() as trainer, serve() as served:
+        other = asyncio.create_task(served.post("/rollout", a_request(trainer.url, "other")))
+        await eventually(lambda: _true(len(trainer.calls) == 1), "the other's call")
+        status, answer = await served.post("/rollout", a_request(trainer.url, "odd"))
+        assert (status, answer["status"], answer["finish_reason"]) == (200, "ERROR", "error")
+        assert answer["extra_fields"] == {"error_category": "internal_error"}
+        assert "Error)" in answer["error_message"]
+        assert "secret" not in answer["error_message"]
+        assert await state_of(served, "odd") == "failure"
+        assert await served.post("/rollout", a_request(trainer.url, "odd")) == (200, answer)
+        gate.set()
+        assert (await other)[1]["status"] == "COMPLETED"
 
 
 async def test_an_answer_is_not_cancelled(serve: Serve, tools_tokenizer: Any) -> None:

@@ -30,6 +30,8 @@ class Counting:
             return "only this"  # type: ignore[return-value]
         if self.wish == "nan":
             return "so", float("nan"), False
+        if self.wish == "no json":
+            return [{"role": "user", "content": "ok", "info": object()}], None, False
         return [{"role": "user", "content": f"after {action['content']}"}], 0.25, state["steps"] == 3
 
     async def close(self) -> None:

@@ -1,19 +1,28 @@
-"""Environments: one that is stuck holds up no other, and whatever was made is closed."""
+"""Environments: one that is stuck holds up no other, whatever was made is closed, and messages can be sent."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sluice.pipeline.config.types import RolloutServerConfig
 from sluice.pipeline.thread_pool import lost_threads
-from sluice.producers.agents.environment import EnvironmentFailed, Environments, OpenEnvironment, Rollout
+from sluice.producers.agents.environment import (
+    EnvironmentFailed,
+    Environments,
+    OpenEnvironment,
+    Rollout,
+    Step,
+    checked_messages,
+)
 from tests.deadlines import HANG_S
 from tests.roles import eventually
 
@@ -143,3 +152,31 @@ async def test_one_whose_rollout_left_during_its_construction_is_closed_before_t
         world.gate.set()
         await ending
     assert (world.made, world.closed) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        ({"role": "user", "content": "ok", "info": np.float32(1)}, "numpy.float32"),
+        ({"role": "user", "content": [{"type": "text", "text": np.zeros(2)}]}, "numpy.ndarray"),
+        ({"role": "user", "content": "ok", "info": {"of": 2**70}}, "message 1.info.of is an integer beyond 64 bits"),
+        ({"role": "user", "content": "\ud800"}, "message 1.content has a lone surrogate"),
+        ({"role": "user", "content": 3}, "message 1.content.str: Input should be a valid string"),
+        ({"role": "narrator", "content": "ok"}, "message 1.role: Input should be 'system', "),
+    ],
+)
+def test_messages_that_cannot_be_sent_are_refused_by_name(message: dict[str, Any], why: str) -> None:
+    returned = [{"role": "user", "content": "x"}, message]
+    with pytest.raises(EnvironmentFailed, match=r"reset returned a message that can't be sent \(.*" + re.escape(why)):
+        checked_messages(returned, "reset")
+    with pytest.raises(EnvironmentFailed, match="step returned a message that can't be sent"):
+        _ = Step.of((returned, None, False)).messages
+
+
+def test_messages_are_what_the_trainer_gets() -> None:
+    """What the environment does to its own afterwards changes nothing."""
+    returned = {"role": "user", "content": [{"type": "text", "text": "x"}], "at": np.float64(0.5), "name": None}
+    [message] = checked_messages((returned,), "reset")
+    returned["content"].append({})  # type: ignore[attr-defined]
+    assert message == {"role": "user", "content": [{"type": "text", "text": "x"}], "at": 0.5, "name": None}
+    assert type(message["at"]) is float
