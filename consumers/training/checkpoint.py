@@ -338,11 +338,11 @@ def _all(root: Path) -> list[Path]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Copies, whole; of a sharded one every rank calls it."""
+    """Copies in the host's memory, whole; of a sharded one every rank calls it."""
     tensors = {"rng": torch.get_rng_state()}
     for index, entries in optimizer.state_dict()["state"].items():
         for name, value in _flat(entries):
-            tensors[f"{index}.{name}"] = whole(value.detach()).clone()
+            tensors[f"{index}.{name}"] = whole(value.detach()).to("cpu", copy=True)
     return tensors
 
 

@@ -629,6 +629,10 @@ class Session:
         if unseen is None:
             return False
         fresh = [sample for sample in new if sample.seq_id not in unseen]
+        if before := sorted(finished):  # handed on twice, or another sequence under an id that isn't its own
+            get_logger().warning(
+                "trained before; not again", batch=batch.batch_id, samples=len(before), first=before[0]
+            )
         self.state.remember_dropped(unseen.values())
         self._records.note(self.state.step + 1, self.state.version, [], list(unseen.values()))
         taken = Taken(
@@ -645,8 +649,6 @@ class Session:
             _take(self.state, [taken])
             await self._free_credit([taken])
         else:
-            if not unseen:
-                get_logger().warning("batch already finished; acked only", batch=batch.batch_id)
             await self._ack_taken([taken])  # the broker lost the first count along with the ack
         return True
 

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -29,6 +30,7 @@ from sluice.pipeline.prompts.admission import MAX_TURNS
 from sluice.pipeline.prompts.chat_template import RESERVED, has_variable
 from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
+from sluice.pipeline.queue.trained import trained_among
 from sluice.pipeline.thread_pool import ThreadPool
 from sluice.pipeline.wire.keys import is_evaluated_rollout, tagged
 from sluice.pipeline.wire.messages import EVALUATION, DecodeJob, Message, SamplingParams, SequenceResult, TokenDelta
@@ -47,7 +49,7 @@ from sluice.producers.gateway.parsers import (
     assistant_message,
     with_calls,
 )
-from sluice.producers.gateway.refusals import Refusal, closed, unknown
+from sluice.producers.gateway.refusals import Refusal, closed, trained, unknown
 from sluice.producers.gateway.turns import Plan, digest, known_token_ids, path_to, plan_tokens, plan_turn
 from sluice.producers.http.schemas import JsonObject
 
@@ -98,6 +100,12 @@ def alone_in_group(policy: PolicyConfig) -> str:
         f"{what} compares the rollouts of a group, so a group of one has advantage 0; open them with "
         "POST /v1/rollouts and a group_id, group_size and index, or set policy.advantage to reward"
     )
+
+
+async def refuse_trained(config: Config, rollout_id: str) -> None:
+    """Raise Refusal for an id that this run has trained; a host without the run's directory can't tell."""
+    if await asyncio.to_thread(trained_among, Path(config.run_dir) / config.run, [rollout_id]):
+        raise trained(rollout_id)
 
 
 def unscored(sampling: SamplingParams) -> SamplingParams:
@@ -200,7 +208,7 @@ class Chat:
     def check_model(self, name: str, rollout_id: str | None = None) -> None:
         """Raises Refusal (404; 400 for an adapter in a rollout)."""
         if name not in self.models:
-            near = nearest(name, self.models)
+            near = nearest(name[:80], self.models)  # its time grows with the name's length
             meant = f"did you mean {near!r}?" if near else f"it may be {' or '.join(self.models)}"
             raise Refusal(404, f"model {name!r:.80} is not served; {meant}", "model")
         if rollout_id is not None and name in self._config.worker.adapters:
@@ -340,11 +348,12 @@ class Chat:
         yield _answer(request, turns, place, resynced=plan.added.resynced)
 
     async def _open(self, rollout_id: str) -> Rollout:
-        """Open the rollout for a caller that hasn't. Raises Refusal if it was closed in the meantime, and for one of an
-        evaluation, which a broker has lost: it would be trained.
+        """Open the rollout for a caller that hasn't. Raises Refusal if it was closed in the meantime or trained before,
+        and for one of an evaluation, which a broker has lost: it would be trained.
         """
         if is_evaluated_rollout(self._config.run, rollout_id):
             raise unknown(rollout_id)
+        await refuse_trained(self._config, rollout_id)
         head = RolloutHead.alone(rollout_id, task=self._config.rollout_matching.task)
         opened = (await self._rollouts.open([head])) == ["enqueued"]
         self._metrics.rollouts.labels("opened").inc(opened)

@@ -4,7 +4,7 @@
 |--------|-----------------------------------------------------------------------|
 | 400    | well-formed but not supported; the message names the field            |
 | 404    | no such model or rollout                                              |
-| 409    | the rollout is closed, or has lost turns                              |
+| 409    | the rollout is closed or trained, or has lost turns                   |
 | 422    | doesn't match the schema; `param` is the path                         |
 | 429    | too many requests in progress; try again after `Retry-After` seconds  |
 | 500    | the sequence died in the queue, or a bug of ours                      |
@@ -103,6 +103,12 @@ def of_letter(letter: DeadLetter) -> Refusal:
 def closed(rollout_id: str) -> Refusal:
     """Nothing may be added to it."""
     message = f"rollout {rollout_id} is closed; start another one with its own id"
+    return Refusal(409, message, "rollout_id", final=True)
+
+
+def trained(rollout_id: str) -> Refusal:
+    """An earlier rollout of this id is in the weights, so the trainer would leave this one out."""
+    message = f"a rollout {rollout_id} was trained in this run, which trains an id once; start this one with its own id"
     return Refusal(409, message, "rollout_id", final=True)
 
 

@@ -19,7 +19,7 @@ from sluice.pipeline.wire.messages import MAX_GROUP, RolloutHead
 from sluice.producers.gateway.apis.fields import ListedSchema
 from sluice.producers.gateway.apis.openapi import errors
 from sluice.producers.gateway.apis.requests import check_can_travel
-from sluice.producers.gateway.chat import alone_in_group
+from sluice.producers.gateway.chat import alone_in_group, refuse_trained
 from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.refusals import Refusal, closed, turns_lost, unknown
 from sluice.producers.gateway.service import Service
@@ -240,6 +240,7 @@ def rollout_routes(service: Service) -> APIRouter:
         A rollout that isn't opened is a group of one, and opens with its first call.
         """
         rollout_id = secrets.token_hex(16) if body.rollout_id is None else body.rollout_id
+        await refuse_trained(service.config, rollout_id)
         [outcome] = await service.rollouts.open([body.head(rollout_id, service.config)])
         if outcome == "done":
             raise closed(rollout_id)

@@ -13,6 +13,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from sluice.pipeline.config.types import BrokerConfig, Config, PolicyConfig
+from sluice.pipeline.queue.trained import LEDGER, TrainedIds
+from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
@@ -112,6 +114,30 @@ async def test_a_rollout_is_opened_with_its_group_and_finished_with_named_reward
     ]
     assert (one.reward, one.metadata["rewards"], one.metadata["row"]) == (1.5, {"right": 1.0, "short": 0.5}, 7)
     assert (two.reward, two.metadata["rewards"]) == (0.25, {"right": 1.0})
+
+
+async def test_an_id_that_the_run_has_trained_opens_no_other_rollout(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    """The trainer would leave it out, an hour after the broker has forgotten the first one."""
+    run = Path(config.run_dir) / config.run
+    run.mkdir(parents=True, exist_ok=True)
+    (run / LEDGER).write_bytes(msgspec.json.encode({"step": 1, "seq_ids": ["mine"]}) + b"\n")
+    known = TrainedIds(run)
+    known.open(1)
+    known.durable(1)
+    async with serving(config, backend) as gateway:
+        for path, body in (
+            ("/v1/rollouts", {"rollout_id": "mine"}),
+            ("/rollouts/mine/v1/chat/completions", {"messages": [USER], **SHORT}),
+        ):
+            status, answer = await gateway.post(path, body)
+            assert (status, answer["error"]["param"]) == (409, "rollout_id"), answer
+            assert "trains an id once" in answer["error"]["message"]
+        status, answer = await gateway.post("/v1/rollouts", {"rollout_id": "other"})
+        assert (status, answer["already"]) == (200, False)
+    known.close()
+    assert (await snapshot(client, keys)).enqueued == 1
 
 
 async def test_the_reward_of_a_rollout_servers_callback_is_the_rollouts(
