@@ -201,6 +201,7 @@ class AsyncGRPORollouts(TrainerCallback):
         self._max_staleness = 0
         self.temperature = _logprobs_temperature(rollouts.config)
         self._trained = 0  # of `_taken`, in a step that isn't published
+        self._trains = False  # whether the micro-batch that is being filled has a token to train
         self._cold = True
         self._ended = False
 
@@ -266,7 +267,6 @@ class AsyncGRPORollouts(TrainerCallback):
             row = self._rows.popleft()
             behind = self._number - self._number_of(row.version)
             if behind <= self._max_staleness:
-                self._taken.append(row.seq_id)
                 return self._sample(row)
             detail = f"{behind} versions behind, and TRL's max_staleness is {self._max_staleness}"
             self._rollouts.drop([row.seq_id], "stale", detail)
@@ -319,22 +319,27 @@ class AsyncGRPORollouts(TrainerCallback):
             )
         metrics = {} if math.isnan(row.reward) else {"reward": row.reward}
         group = self._groups.setdefault(row.group_id, len(self._groups))
-        return self._made(row, row.response_mask, row.advantage, group, self._number_of(row.version), metrics)
+        return self._made(row, group, self._number_of(row.version), metrics)
 
     def _nothing(self) -> RolloutSample:
-        """One that trains nothing: its advantage is 0, and but for a micro-batch without any other, its mask too."""
-        at = len(self._taken) % self._micro
-        alone = at == self._micro - 1 and not any(list(self._taken)[len(self._taken) - at :])
-        self._taken.append("")
+        """One that trains nothing."""
         tokens = [*self._codec.eos_token_ids[:1]] or [0]
-        row = _Row("", "", tokens * 2, 1, [0, int(alone)], [0.0, 0.0], 1.0, -1, math.nan, 0.0)
-        return self._made(row, row.response_mask, 0.0, -1, self._number, {})
+        row = _Row("", "", tokens * 2, 1, [0, 0], [0.0, 0.0], 1.0, -1, math.nan, 0.0)
+        return self._made(row, -1, self._number, {})
 
-    def _made(
-        self, row: _Row, mask: Sequence[int], advantage: float, group: int, number: int, metrics: Mapping[str, float]
-    ) -> RolloutSample:
+    def _made(self, row: _Row, group: int, number: int, metrics: Mapping[str, float]) -> RolloutSample:
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
+        mask, advantage = row.response_mask, row.advantage
+        self._taken.append(row.seq_id)
+        self._trains |= any(mask)
+        if len(self._taken) % self._micro == 0:
+            if not self._trains:
+                # TRL fails on a micro-batch without a trained token, so its last token is one, with advantage 0: the
+                # gradient stays 0. In any other it would count in the number of tokens that TRL divides by. Dropped
+                # samples would keep their credit until the next version, and TRL may wait for others before that.
+                mask, advantage = [*mask[:-1], 1], 0.0
+            self._trains = False
         said = self._codec.decode(row.token_ids[row.prompt_len :])
         return RolloutSample(
             prompt=[{"role": "user", "content": self._codec.decode(row.token_ids[: row.prompt_len])}],

@@ -40,6 +40,7 @@ class _Logprobs(msgspec.Struct):
 
 class _Span(msgspec.Struct):
     version: str
+    start: int
 
 
 class _Choice(msgspec.Struct):
@@ -93,10 +94,13 @@ class GatewayClient(LLMServerClient):
         [choice] = msgspec.json.decode(await self._ask(request_id, body), type=_Answer).choices
         comparable = self._processed or sampling_params.get("temperature") in (0, 1)  # greedy tokens are scored at 1
         given = choice.logprobs if comparable else None
-        steps = [int(span.version) for span in choice.weight_versions]
+        # verl has no mask for what no version sampled (the end that the repeat guard forces), and would train on it.
+        unsampled = [span.start for span in choice.weight_versions if int(span.version) < 0]
+        length = min(unsampled, default=len(choice.token_ids))
+        steps = [int(span.version) for span in choice.weight_versions if span.start < length]
         return TokenOutput(
-            token_ids=choice.token_ids,
-            log_probs=None if given is None else [one.logprob for one in given.content],
+            token_ids=choice.token_ids[:length],
+            log_probs=None if given is None else [one.logprob for one in given.content[:length]],
             stop_reason="aborted" if choice.finish_reason == "abort" else "completed",
             num_preempted=0,
             extra_fields={

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,13 @@ COOLER = SamplingParams(temperature=0.7)
 
 @pytest.fixture
 def make(make_run: MakeRun, keys: Keys, sync_client: Any, source: Path) -> Callable[..., Config]:
-    """A run of `batches` batches of two samples, whose logprobs are those of version 0."""
+    """A run of `batches` batches of two samples, whose logprobs are those of version 0; `masked` train no token."""
 
-    def made(batches: int, *, staleness: int = 3, **changed: Any) -> Config:
+    def made(batches: int, *, staleness: int = 3, masked: Collection[str] = (), **changed: Any) -> Config:
         config = make_run(0)
         model = load(source)
         for number in range(batches):
-            samples = [sample(model, f"{number}-{member}", 12 + member, 1.0 - 2 * member) for member in range(2)]
+            samples = [without_tokens(one) if one.seq_id in masked else one for one in two_samples(model, number)]
             sync_client.xadd(keys.batches, {"b": encode(TrainingBatch(batch_id=str(number), samples=samples))})
             for name in ("enqueued", "accepted"):
                 sync_client.hincrby(keys.counts, name, 2)
@@ -43,6 +43,11 @@ def make(make_run: MakeRun, keys: Keys, sync_client: Any, source: Path) -> Calla
         return replace(config, trainer=replace(config.trainer, batch_wait_s=5.0), **changed)
 
     return made
+
+
+def two_samples(model: Any, number: int) -> list[TrainingSample]:
+    """Of a batch."""
+    return [sample(model, f"{number}-{member}", 12 + member, 1.0 - 2 * member) for member in range(2)]
 
 
 def sample(model: Any, name: str, length: int, advantage: float) -> TrainingSample:
@@ -63,6 +68,11 @@ def sample(model: Any, name: str, length: int, advantage: float) -> TrainingSamp
         advantage=advantage,
         reward=(advantage + 1) / 2,
     )
+
+
+def without_tokens(one: TrainingSample) -> TrainingSample:
+    """As `policy.mask_truncated` leaves it."""
+    return replace(one, response_mask=Runs.of([0] * len(one.token_ids)))
 
 
 def async_trainer(rollouts: Rollouts, directory: Path, **options: Any) -> Any:
@@ -141,6 +151,32 @@ def test_samples_that_are_too_old_are_dropped_with_a_reason(make: Callable[..., 
         "the third batch was fetched before the second step"
     )
     assert trained(config) == ids(3)
+
+
+@pytest.mark.parametrize(("masked", "micro"), [(["0-0:0"], 1), (["0-1:0"], 1), (["0-1:0"], 2), (["0-0:0", "0-1:0"], 2)])
+@pytest.mark.usefixtures("on_cpu")
+def test_samples_without_a_trained_token_add_nothing_to_the_gradient_and_are_finished(
+    make: Callable[..., Config], source: Path, tmp_path: Path, masked: list[str], micro: int
+) -> None:
+    """Alone in a micro-batch too. TRL takes the mean over trained tokens, and then over micro-batches."""
+    config, count = make(2, masked=masked), 2 // micro
+    with Rollouts(config) as rollouts:
+        trainer = async_trainer(
+            rollouts, tmp_path, per_device_train_batch_size=micro, gradient_accumulation_steps=count
+        )
+        trainer.train()
+    model = load(source)
+    for one in two_samples(model, 0):
+        if one.seq_id not in masked:
+            logp = torch.log_softmax(model(torch.tensor([one.token_ids])).logits[0, :-1], -1)
+            on = torch.tensor(one.response_mask.expand()[1:]).bool()
+            chosen = logp.gather(-1, torch.tensor(one.token_ids)[1:, None])[on]
+            (-(one.advantage or 0.0) * chosen.mean() / count).backward()
+    norm = sum(each.grad.square().sum().item() for each in model.parameters() if each.grad is not None) ** 0.5
+    assert logged(trainer, "grad_norm")[0] == pytest.approx(norm, rel=1e-4)
+    assert trained(config) == ids(2)
+    now = look(config)
+    assert (now.trained, now.dropped, now.complete) == (4, 0, True)
 
 
 @pytest.mark.parametrize(
