@@ -95,6 +95,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             (_few(self.logit_bias), f"logit_bias must have at most {MAX_LISTED} ids", len(self.logit_bias)),
             (_biases(self.logit_bias), "logit_bias must be in -100..100", self.logit_bias),
             (_few(self.bad_words), f"bad_words must have at most {MAX_LISTED} words", len(self.bad_words)),
+            (_few(self.stop), f"stop must have at most {MAX_LISTED} texts", len(self.stop)),
+            (_few(self.stop_token_ids), f"stop_token_ids must have at most {MAX_LISTED} ids", len(self.stop_token_ids)),
             (_listed(self.top_logprobs), f"top_logprobs must be in 0..{MAX_ALTERNATIVES}", self.top_logprobs),
             (_listed(self.prompt_logprobs), f"prompt_logprobs must be in 0..{MAX_ALTERNATIVES}", self.prompt_logprobs),
             (self.logprobs or self.top_logprobs is None, "top_logprobs needs logprobs", self.top_logprobs),

@@ -6,7 +6,7 @@
 
 - A separate task cancels abandoned jobs and deletes answers that were read, so no caller waits for that.
 - Calls with the same job id wait for the same job, or get its answer. A job that was cancelled or timed out before
-  its caller saw anything is enqueued again.
+  its caller saw anything is enqueued again, also if some of its sequences have answers: only streams show them early.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from msgspec.structs import replace
 from redis import RedisError
@@ -26,7 +26,7 @@ from redis import RedisError
 from sluice.pipeline.errors import BrokerError, ResultsLost
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import NO_LIMIT, JobQueue
-from sluice.pipeline.queue.replies import Expected, Replies
+from sluice.pipeline.queue.replies import End, Expected, Replies
 from sluice.pipeline.wire.messages import DeadLetter, DecodeJob, SequenceResult, TokenDelta
 from sluice.pipeline.wire.trace import caller
 from sluice.producers.gateway.refusals import Refusal, of_letter
@@ -127,20 +127,28 @@ class Decoding:
             get_logger().warning("an answer that was read stays until it expires", job=job.job_id, error=str(error))
 
     async def _try(self, job: DecodeJob, expected: Expected, until: float) -> AsyncGenerator[Event]:
-        began = False
+        began, held = False, list[SequenceResult]()
         while True:
             try:
                 [outcome] = await self._queue.enqueue([job], NO_LIMIT)
                 if outcome == "enqueued":
                     expected.is_asked = True  # its answer can't exist yet
-                async with aclosing(_generator(expected.events())) as events:
+                async with aclosing(expected.events()) as events:
                     while (event := await _next(events, until)) is not None:
                         if isinstance(event, DeadLetter):
-                            if event.reason in _AGAIN and not began:
+                            if _is_again(event) and not began:
                                 raise _Again
                             raise of_letter(event)
-                        began = began or bool(job.stream_every) or isinstance(event, SequenceResult)  # it was shown
-                        yield event
+                        if job.stream_every and not began:
+                            if any(_is_again(one.end) for one in expected.sequences):  # its letter would come too late
+                                raise _Again
+                            began = True
+                        if isinstance(event, SequenceResult) and not job.stream_every:
+                            held.append(event)
+                        else:
+                            yield event
+                for result in held:
+                    yield result
                 return
             except ResultsLost as error:
                 get_logger().warning("enqueued again", job=job.job_id, reason=str(error))
@@ -176,13 +184,11 @@ class Decoding:
         )
 
 
-def _generator(events: AsyncIterator[Any]) -> AsyncGenerator[Any]:
-    """`Expected.events` is one."""
-    assert isinstance(events, AsyncGenerator)
-    return events
+def _is_again(end: End | None) -> bool:
+    return isinstance(end, DeadLetter) and end.reason in _AGAIN
 
 
-async def _next(events: AsyncGenerator[Any], until: float) -> Any:
+async def _next(events: AsyncGenerator[TokenDelta | End], until: float) -> TokenDelta | End | None:
     """The next event, None after the last. Raises TimeoutError."""
     async with asyncio.timeout(max(0.0, until - time.monotonic())):
         return await anext(events, None)

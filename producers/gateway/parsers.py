@@ -1,8 +1,8 @@
 """What models write besides text: tool calls and reasoning, read from it; and calls forced by a grammar.
 
-- Anything but a well-formed call stays content; nothing the model wrote is lost. A name or arguments with half a
-  character (`\\ud800`) aren't a call either, as JSON couldn't carry them to a client, nor are arguments that are no
-  object.
+- Anything but a well-formed call stays content; nothing the model wrote is lost. A call can be sent to a client, in
+  every API, and come back: its arguments are an object of RFC 8259 (no `NaN`, `1e999` or half a character as `\\ud800`)
+  without integers beyond 64 bits.
 - Ids are derived from the turn's key, so a repeated request gets the same ones.
 - A custom parser is a function `text -> Parsed`; its optional attribute `marker` is the start of a call. A streaming
   caller gets text up to the marker as it arrives; without a marker, all text comes at the end. With its optional method
@@ -19,17 +19,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeGuard, cast
 
 import msgspec
 
 from sluice.pipeline.config.suggest import nearest
-from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.errors import ConfigError, RequestError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.codec import lone_surrogate, too_deep
 from sluice.pipeline.wire.messages import Grammar, GrammarKind, Message, SamplingParams, SequenceResult
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.http.schemas import JsonObject
+from sluice.producers.http import strict_json
+from sluice.producers.http.schemas import MAX_NAME_LENGTH, JsonObject
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -116,16 +117,23 @@ def read_calls(parser: ToolParser, text: str, raw_text: str = "", tools: Sequenc
     """
     read = getattr(parser, "read", None)
     found = parser(text) if read is None else read(text, raw_text, tools)
-    if lone_surrogate([[call.name, call.arguments] for call in found.calls], "it"):
-        return Parsed(text)
-    return found if all(_is_object(call.arguments) for call in found.calls) else Parsed(text)
+    can_be_sent = all(_is_name(call.name) and _object(call.arguments) is not None for call in found.calls)
+    return found if can_be_sent else Parsed(text)
 
 
-def _is_object(arguments: str) -> bool:
+def _is_name(name: Any) -> TypeGuard[str]:
+    return isinstance(name, str) and 0 < len(name) <= MAX_NAME_LENGTH and not lone_surrogate(name, "it")
+
+
+def _object(text: str) -> JsonObject | None:
+    """The JSON object that a request may have as a call's arguments; None if it is anything else."""
     try:
-        return isinstance(json.loads(arguments), dict)
-    except (ValueError, RecursionError):
-        return False
+        found = strict_json.decode(text.encode())
+    except (ValueError, RequestError):
+        return None
+    if not isinstance(found, dict) or too_deep([[[[[found]]]]], "it"):  # a body of /v1/messages has 5 levels around it
+        return None
+    return found
 
 
 def assistant_message(parsed: Parsed, key: str, reasoning: str = "") -> dict[str, Any]:
@@ -145,16 +153,10 @@ def assistant_message(parsed: Parsed, key: str, reasoning: str = "") -> dict[str
 
 
 def _hermes_call(text: str) -> Call | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict):
+    if (found := _object(text)) is None:
         return None
     name, arguments = found.get("name"), found.get("arguments", {})
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
-    if too_deep(arguments, "arguments") or lone_surrogate([name, arguments], "it"):
+    if not _is_name(name) or not isinstance(arguments, dict):
         return None
     return Call(name, json.dumps(arguments, ensure_ascii=False))
 

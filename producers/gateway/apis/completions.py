@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
+from itertools import accumulate
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -218,7 +219,7 @@ class Completions:
         if self._request.logprobs is None:
             return None
         names = [self._names(token)["token"] for token in tokens]
-        offsets = [offset + sum(map(len, names[:place])) for place in range(len(names))]
+        *offsets, _ = accumulate(map(len, names), initial=offset)
         top: list[dict[str, float] | None] = []
         for name, logprob, place in zip(names, logprobs, places or [Place(0)] * len(names), strict=True):
             others = {self._names(one)["token"]: its for one, its in zip(place.token_ids, place.logprobs, strict=True)}

@@ -358,7 +358,12 @@ class MessagesRequest(_Conversation):
 
     def sampling(self, default: SamplingParams) -> SamplingParams:
         """These options over the run's. Raises Refusal (400)."""
-        sampling, form = self._options().sampling(default), self.output()[0]
+        try:
+            sampling, form = self._options().sampling(default), self.output()[0]
+        except Refusal as refusal:
+            if refusal.path != "stop":
+                raise
+            raise _refused("stop_sequences", str(refusal)) from refusal
         return sampling if form is None else msgspec.structs.replace(sampling, grammar=form)
 
     def call(self) -> ChatCall:

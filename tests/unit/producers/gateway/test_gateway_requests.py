@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,10 +11,13 @@ import pytest
 from pydantic import ValidationError
 from redis.exceptions import ResponseError
 
+from sluice.pipeline.config.suggest import nearest
+from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import BrokerRefused, DeadlineExceeded, LeaseLost, MessageError, ResultsLost
-from sluice.pipeline.wire.messages import DeadLetter, Grammar, SamplingParams
+from sluice.pipeline.wire.messages import MAX_LISTED, DeadLetter, Grammar, SamplingParams
 from sluice.producers.gateway.apis.chat_completions import ChatRequest
 from sluice.producers.gateway.apis.rollouts import FinishRequest
+from sluice.producers.gateway.chat import Chat
 from sluice.producers.gateway.parsers import NO_TOOLS, Hermes, ToolChoice, with_calls
 from sluice.producers.gateway.refusals import Refusal, of_letter, refusal_of
 
@@ -223,6 +227,9 @@ def test_what_shapes_the_answer_is_sampled_with(fields: dict[str, Any], sampled:
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["a"] * (MAX_LISTED + 1)}, "bad_words"),
+        ({"stop": ["a"] * (MAX_LISTED + 1)}, "stop"),
+        ({"stop_token_ids": [1] * (MAX_LISTED + 1)}, "stop_token_ids"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_object", "else": 1}}, "response_format.else"),
@@ -285,6 +292,33 @@ def test_a_forced_call_is_a_grammar_of_the_parsers_form() -> None:
         with_calls(
             request(structured_outputs={"regex": "a"}).sampling(RUN), RUN, ToolChoice(must=True), TOOLS, Hermes()
         )
+
+
+def test_the_nearest_model_is_looked_for_by_the_beginning_of_a_long_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def counted(word: str, choices: list[str]) -> str | None:
+        asked.append(word)
+        return nearest(word, choices)
+
+    nothing: Any = SimpleNamespace(tokenizer=None, terminators=())
+    chat = Chat(
+        Config(),
+        "g",
+        renderer=nothing,
+        parser=Hermes(),
+        decoding=nothing,
+        rollouts=nothing,
+        metrics=nothing,
+        images=nothing,
+    )
+    monkeypatch.setattr("sluice.producers.gateway.chat.nearest", counted)
+    for name, meant in (("defualt", "did you mean 'default'"), ("default" * 600_000, "it may be default or")):
+        with pytest.raises(Refusal, match=meant) as refused:
+            chat.check_model(name)
+        assert (refused.value.status, refused.value.path) == (404, "model")
+    chat.close()
+    assert [len(word) for word in asked] == [7, 80]
 
 
 def test_variables_of_the_template_are_one_set() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sluice.pipeline.wire.messages import Grammar, SamplingParams
+from sluice.pipeline.wire.messages import MAX_LISTED, Grammar, SamplingParams
 from sluice.producers.gateway.answers import Answer
 from sluice.producers.gateway.apis.messages import CountRequest, MessagesAnswer, MessagesRequest, blocks_of, problem
 from sluice.producers.gateway.parsers import ToolChoice
@@ -71,6 +71,13 @@ def test_what_an_answer_says_comes_back_as_the_message_that_was_kept() -> None:
         {"role": "assistant", "content": ""},
     ):
         assert plain(USER, {"role": "assistant", "content": blocks_of(kept)}, USER)[1] == kept
+
+
+@pytest.mark.parametrize("texts", [["a"] * (MAX_LISTED + 1), ["a", ""]])
+def test_ends_that_are_refused_are_named_as_they_were_sent(texts: list[str]) -> None:
+    with pytest.raises(Refusal, match="stop_sequences: ") as refused:
+        request(stop_sequences=texts).sampling(SamplingParams())
+    assert (refused.value.status, refused.value.path) == (400, "stop_sequences")
 
 
 def test_tools_are_functions() -> None:
