@@ -270,7 +270,8 @@ class DecodeWorker:
             self._has_more = got.more
             taken = sum(claim.job.n - len(claim.committed) for claim in got.claims if claim.job is not None)
             apart = got.must_drain or any(claim.alone for claim in got.claims)
-            can_go_on = self._images_away_at is None or self._own_room() > 0
+            # Without images or weights of its own it takes none of the others' time.
+            can_go_on = (self._may_decode and self._images_away_at is None) or self._own_room() > 0
             self._turn.answered(taken, more=got.more and can_go_on, apart=apart)
 
     def _each_turn(self) -> None:
@@ -287,6 +288,8 @@ class DecodeWorker:
             status.waiting(None)
         elif fetching := self._slots.fetching():
             status.waiting(WaitKind.PROMPTS, count=fetching)
+        elif not self._may_decode:
+            status.waiting(WaitKind.WEIGHTS, f"newer than v{self._backend.version}")
         elif self._has_more and self._turn is not None and self._turn.room() == 0:
             status.waiting(WaitKind.SHARE)
         else:

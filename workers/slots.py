@@ -48,7 +48,6 @@ class Slots:
         self.engine_limit = max_batch + max_batch // 8
         self.capacity = self.engine_limit + ahead
         self._jobs: dict[str, HeldJob] = {}
-        self._line: deque[HeldJob] = deque()
         self.running = 0
         self._waiting = 0
 
@@ -83,7 +82,6 @@ class Slots:
     def add(self, held: HeldJob) -> None:
         """Add a new claim at the end of the queue."""
         self._jobs[held.claim.job_id] = held
-        self._line.append(held)
         self._waiting += len(held.waiting)
 
     def fill(self, start: Callable[[HeldJob, int], asyncio.Task[None]]) -> None:
@@ -96,10 +94,8 @@ class Slots:
             held.tasks.add(start(held, index))
 
     def _next(self) -> HeldJob | None:
-        """The first queued job with a sequence that can start; jobs with none left are removed."""
-        while self._line and not self._line[0].waiting:
-            self._line.popleft()
-        return next((held for held in self._line if held.waiting and held.ready), None)
+        """The first job with a sequence that can start."""
+        return next((held for held in self._jobs.values() if held.waiting and held.ready), None)
 
     def end(self, held: HeldJob, task: asyncio.Task[None]) -> bool:
         """A task has ended; True if it was the last of a job that is still held."""

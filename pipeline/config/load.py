@@ -199,7 +199,7 @@ def resolved_yaml(config: Config, *, secrets: bool = False) -> str:
             tree["broker"]["url"] = None
         for name in _ROLLOUT_URLS:
             tree["rollout"][name] = (hide_password(tree["rollout"][name]) or "").replace(_NO_USER, "", 1) or None
-    return yaml.safe_dump(tree, sort_keys=False, width=110)
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=110)
 
 
 def hide_password(url: str | None) -> str | None:
@@ -412,11 +412,16 @@ class _Loader(yaml.SafeLoader):
             seen.add(key)
 
 
-_Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes each text that `_Loader` would read as something else."""
+
+
+for _each in (_Loader, _Dumper):
+    _each.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
+        list("-+0123456789."),
+    )
 
 
 def parse_yaml(text: str, origin: str) -> Any:

@@ -193,6 +193,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "in 0..1, 0 excluded": (lambda value: 0 < value <= 1, ("worker.vllm.gpu_memory_utilization",)),
     "in 0..1, 1 excluded": (lambda value: 0 <= value < 1, ("trainer.betas", "trainer.lora.dropout")),
 }  # fmt: skip
+_LONGEST_S = 1_000_000  # poll counts milliseconds in 31 bits
 _UNBOUNDED = ("broker.retry_for_s", "trainer.max_grad_norm")  # infinity is their word for no limit
 
 
@@ -418,6 +419,8 @@ def _images(config: Config) -> list[tuple[bool, str]]:
     found = [
         (0 < value < inf, f"images.{key} must be a finite number > 0, got {value}") for key, value in positive.items()
     ]
+    decode_s = images.decode_timeout_s
+    found.append((decode_s <= _LONGEST_S, f"images.decode_timeout_s must be at most {_LONGEST_S}, got {decode_s}"))
     found.append((images.decode_mb >= 256, f"images.decode_mb must be >= 256, got {images.decode_mb}"))
     found.append((images.cache_mb >= 0, f"images.cache_mb must be >= 0, got {images.cache_mb}"))
     found.append((bool(images.formats), "images.formats is empty, so no image could be read; name at least one"))
@@ -988,7 +991,7 @@ def _history_and_servers(config: Config) -> list[tuple[bool, str]]:
     history, metrics, dashboard = config.history, config.metrics, config.dashboard
     scan_s = config.preflight.max_s
     return [
-        (0 <= scan_s < inf, f"preflight.max_s must be a finite number >= 0, got {scan_s}"),
+        (0 <= scan_s <= _LONGEST_S, f"preflight.max_s must be in 0..{_LONGEST_S}, got {scan_s}"),
         (history.max_sequences >= 1, f"history.max_sequences must be >= 1, got {history.max_sequences}"),
         (history.max_mb >= 1, f"history.max_mb must be >= 1, got {history.max_mb}"),
         (0 <= metrics.port < 65_536, f"metrics.port must be in 0..65535, got {metrics.port}"),

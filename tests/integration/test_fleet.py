@@ -128,6 +128,23 @@ def assert_of(result: SequenceResult, model: Any) -> None:
     assert list(result.logprobs) == pytest.approx(wanted, abs=TOLERANCE)
 
 
+async def test_a_run_whose_weights_cannot_be_proved_takes_none_of_the_others_time(
+    fleet: Fleet, source: Path, tmp_path: Path
+) -> None:
+    """Its version 0 is retired, and the newest one can't be loaded."""
+    make(source, tmp_path / "prose", 1)
+    await fleet.publish("prose", tmp_path / "prose", 7, digest="0" * 64)
+    await fleet.enqueue("prose", "a", "b", n=3)
+    await fleet.enqueue("poetry", *(f"p{number}" for number in range(40)), n=2)
+    async with fleet.working():
+        await fleet.over("poetry", 80)
+        assert (await fleet.now("prose")).committed == 0
+        make(source, tmp_path / "next", 2)
+        await fleet.publish("prose", tmp_path / "next", 8)
+        await fleet.over("prose", 6)
+    assert {one.versions.runs[0][0] for one in await fleet.results("prose")} == {8}
+
+
 async def test_each_run_has_its_own_adapter_and_one_in_trouble_stops_no_other(
     fleet: Fleet, source: Path, tmp_path: Path
 ) -> None:

@@ -16,9 +16,12 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sluice.pipeline.config import Config, load_config, resolved_yaml
-from sluice.pipeline.config.load import UNASKED, hide_password, read_config
+from sluice.pipeline.config.load import UNASKED, hide_password, parse_yaml, read_config
 from sluice.pipeline.errors import ConfigError
 from tests.deadlines import HANG_S
 
@@ -176,6 +179,25 @@ def test_the_resolved_file_loads_again_and_keeps_no_password(tmp_path: Path) -> 
     assert "secret" not in text
     again = load_config(write(tmp_path, text), environ={})
     assert (again.worker.count, again.broker.url) == (3, None)
+
+
+EMPTY = load_config(None, [], {})
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.one_of(
+        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12),
+        st.from_regex(r"[-+]?[0-9_]{0,3}\.?[0-9]{0,3}([eE][-+]?[0-9]{1,3})?", fullmatch=True),
+        st.sampled_from(
+            ["3e-5", "1234e567", "12e3", "1e5", ".5e3", "null", "yes", "0x1", "1:30", "2024-01-01", "~", "<<"]
+        ),
+    )
+)
+def test_any_text_is_the_same_in_the_resolved_file(text: str) -> None:
+    config = replace(EMPTY, model=replace(EMPTY.model, path=text), custom={text: [text]})
+    again = parse_yaml(resolved_yaml(config), "it")
+    assert (again["model"]["path"], again["custom"]) == (text, {text: [text]})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections import deque
 
 from sluice.pipeline.queue import Claim
@@ -44,6 +46,25 @@ async def test_a_job_is_gone_with_its_last_sequence() -> None:
     assert not jobs.end(held, first)
     assert jobs.end(held, second)
     assert (jobs.running, bool(jobs.held())) == (0, False)
+
+
+async def test_jobs_that_overtake_one_without_its_prompt_leave_nothing_behind() -> None:
+    jobs, slow = Slots(max_batch=4), held_job("slow")
+    slow.prompt = asyncio.get_running_loop().create_future()
+    jobs.add(slow)
+    ended = list[weakref.ref[HeldJob]]()
+    for number in range(20):
+        held = held_job(str(number))
+        ended.append(weakref.ref(held))
+        jobs.add(held)
+        jobs.fill(start)
+        [task] = held.tasks
+        task.cancel()
+        assert jobs.end(held, task)
+        del held
+    gc.collect()
+    assert not any(each() for each in ended)
+    assert jobs.held() == {"r:slow"}
 
 
 async def test_only_the_named_attempt_is_lost_and_its_tasks_are_cancelled() -> None:
