@@ -143,9 +143,8 @@ def _answer(text: str, verdict: Verdict) -> Answer:
 class TaskRunner:
     """Thread-safe."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.steps = StepThreads()
+    def __init__(self, config: Config, steps: StepThreads) -> None:
+        self.config, self.steps = config, steps
         self._lock, self._task_lock = threading.Lock(), threading.Lock()
         self._codec: HFTextCodec | None = None
         self._task: Task | None = None
@@ -168,8 +167,11 @@ class TaskRunner:
 
 def runner_of(state: Any, config: Config) -> TaskRunner:
     """The application's single runner, rebuilt when the run's configuration changes."""
-    if not hasattr(state, "desk") or state.runner.config is not config:
-        state.runner = TaskRunner(config)
+    before: TaskRunner | None = getattr(state, "runner", None)
+    if before is not None and before.config is config:
+        return before
+    # The same threads: steps of the previous configuration that hang still count.
+    state.runner = TaskRunner(config, before.steps if before else StepThreads())
     return state.runner
 
 

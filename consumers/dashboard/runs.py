@@ -100,22 +100,28 @@ class Runs:
 
     def lines(self) -> list[RunLine]:
         """The table. A run is read again once its files have changed."""
-        found = self.found()
-        kept = self._lines
-        self._lines = {}
-        for name, directory in found.items():
-            stamp = _stamp(directory)
+        kept, lines = self._lines, dict[Path, tuple[_Stamp, RunLine]]()
+        for name, directory in self.found().items():
+            end = self._end(directory)
+            stamp = _stamp(directory, end)
             held = kept.get(directory)
-            line = held[1]._replace(name=name) if held and held[0] == stamp else self._line(name, directory)
-            self._lines[directory] = stamp, line
-        return [line for _, line in self._lines.values()]
+            line = held[1]._replace(name=name) if held and held[0] == stamp else self._line(name, directory, end)
+            lines[directory] = stamp, line
+        self._lines = lines  # whole: pages ask from several threads
+        return [line for _, line in lines.values()]
 
-    def _line(self, name: str, directory: Path) -> RunLine:
+    def _end(self, directory: Path) -> RunEnd | None:
+        """By its files. Of this run the broker is asked too, since it knows whether roles are alive."""
+        monitor = self._monitor
+        if directory == monitor.directory and monitor.seen_at is not None and monitor.problem is None:
+            return monitor.newest.end
+        return read_end(directory)
+
+    def _line(self, name: str, directory: Path, end: RunEnd | None) -> RunLine:
         is_this = directory == self._monitor.directory
         curves = self._monitor.curves if is_this else RunCurves(directory)
         curves.charts()
         first, last = curves.ends
-        end = read_end(directory)
         return RunLine(
             name=name,
             directory=str(directory),
@@ -202,15 +208,14 @@ def _written(directory: Path) -> float:
     return max(times)
 
 
-def _stamp(directory: Path) -> _Stamp:
+def _stamp(directory: Path, end: RunEnd | None) -> _Stamp:
     """Changes with what the table shows of a run."""
     found: list[tuple[int, int]] = []
     for name in (METRICS, EVALS, END):
         with contextlib.suppress(OSError):
             status = (directory / name).stat()
             found.append((status.st_mtime_ns, status.st_size))
-    end = read_end(directory)  # a supervisor that is killed writes none
-    return (*found, (int(end.at * 1e6) if end else 0, 0))
+    return (*found, (int(end.at * 1e6) if end else 0, 0))  # a supervisor that is killed writes no file
 
 
 def _name(path: Path) -> str:

@@ -67,8 +67,11 @@ async def inspect(client: Redis, keys: Keys, partitions: int, directory: Path | 
 
 
 def _current(now: Snapshot, end: RunEnd | None) -> RunEnd | None:
-    rows = (row for row in now.processes if row.is_alive and not row.is_onlooker)
-    return None if end is None or any(row.at > end.at for row in rows) else end
+    """None once a role of the run has been alive since."""
+    rows = [row for row in now.processes if row.is_alive and not row.is_onlooker]
+    if end is not None and end.state != "killed":  # a killed one's time is that of the files, which live roles write
+        rows = [row for row in rows if row.at > end.at]
+    return None if rows else end
 
 
 async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot, read: Reading) -> list[Lease]:

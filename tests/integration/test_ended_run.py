@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from redis.asyncio import Redis
 
 from sluice.consumers.dashboard.app import listening
 from sluice.pipeline.broker import connection as connections
@@ -25,8 +26,11 @@ from sluice.pipeline.config.types import DashboardConfig
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.http.server import bind, bind_near
 from sluice.pipeline.run import provenance
+from sluice.pipeline.status.descriptions import condition
+from sluice.pipeline.status.heartbeat import ALIVE_S, Heartbeat
+from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.report import as_json
-from sluice.pipeline.status.run_end import RunEnd, write_end
+from sluice.pipeline.status.run_end import RunEnd, RunStart, Supervision, write_end
 from sluice.pipeline.status.snapshot import Snapshot
 from sluice.pipeline.wire.keys import Keys
 from tests.command import call
@@ -215,6 +219,28 @@ def test_without_the_broker_the_stored_end_is_told(
         assert re.fullmatch(rf"run {RUN}: interrupted [\d.]+ s ago; run the same command again to continue", first), (
             "the summary is an older one"
         )
+
+
+async def test_a_killed_supervisor_is_told_once_no_role_of_the_run_is_alive(
+    client: Redis, keys: Keys, tmp_path: Path
+) -> None:
+    """Roles that were started by hand since write files too, later than their heartbeats by a broker that is behind."""
+
+    async def beat(role: str, age_s: float) -> None:
+        at = time.time() - age_s
+        row = Heartbeat(role=role, name=role, pid=1, host="h", started=at, at=at)
+        await client.hset(keys.processes, role, msgspec.json.encode(row).decode())  # type: ignore[misc]
+
+    with Supervision(tmp_path, RunStart(at=time.time() - 60)):
+        pass  # it stores no end, as if it was killed
+    (tmp_path / "metrics.jsonl").touch()
+    later = time.time() + 3
+    os.utime(tmp_path / "metrics.jsonl", (later, later))
+    await beat("dashboard", 0.0)
+    for age_s, state, words in ((0.0, None, "running"), (ALIVE_S + 1, "killed", "interrupted without notice")):
+        await beat("trainer", age_s)
+        now = await inspect(client, keys, 1, tmp_path)
+        assert (now.end and now.end.state, condition(now)) == (state, words)
 
 
 def test_a_run_that_was_renamed_shows_no_counts_of_its_new_name(

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from sluice.consumers.dashboard.monitor import Monitor
-from sluice.consumers.dashboard.runs import Runs, chosen_run, newest_version, runs_in
+from sluice.consumers.dashboard.runs import RunLine, Runs, chosen_run, newest_version, runs_in
 from sluice.consumers.history.curves import Step
 from sluice.consumers.history.index import HistoryIndex
 from sluice.consumers.history.reader import HistoryReader
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import ConfigError
-from sluice.pipeline.status.run_end import RunEnd, write_end
+from sluice.pipeline.status.run_end import RunEnd, RunStart, Supervision, write_end
+from tests.deadlines import HANG_S
 from tests.unit.consumers.history.test_index import fill
 
 STEP = (
@@ -82,6 +86,31 @@ def test_the_table_keeps_no_steps_and_follows_its_files(tmp_path: Path) -> None:
     assert len(known._curves) == 16
 
 
+def test_pages_that_ask_at_once_each_list_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    this, read = run(tmp_path / "a"), Runs._line
+    run(tmp_path / "b")
+    known = runs(this)
+    began, go = threading.Event(), threading.Event()
+    seconds: list[Future[list[RunLine]]] = []
+
+    def line(self: Runs, name: str, *given: Any) -> RunLine:
+        if threading.current_thread() is not threading.main_thread():
+            began.set()
+            assert go.wait(HANG_S)
+        elif name == "b":  # the second one begins while the first is halfway, and finds a step more
+            os.utime(this / "metrics.jsonl", (1, 1))
+            seconds.append(pool.submit(known.lines))
+            assert began.wait(HANG_S)
+        return read(self, name, *given)
+
+    monkeypatch.setattr(Runs, "_line", line)
+    with ThreadPoolExecutor(1) as pool:
+        first = known.lines()
+        go.set()
+    [second] = seconds
+    assert [[line.name for line in each] for each in (first, second.result(), known.lines())] == [["a", "b"]] * 3
+
+
 def test_a_directory_of_runs_shows_its_newest_wherever_it_was_moved(tmp_path: Path) -> None:
     run(tmp_path / "old")
     new = run(tmp_path / "new")
@@ -119,6 +148,21 @@ def test_the_table_says_how_a_run_ended_until_it_trains_again(tmp_path: Path) ->
     assert (line.end.state, line.end.cause) == ("failed", "trainer stopped: no")
     write_end(this, RunEnd(at=last - 1, state="failed"))
     assert known.lines()[0].end is None
+
+
+def test_this_run_was_not_killed_if_the_broker_knows_a_live_role(tmp_path: Path) -> None:
+    """Its files alone can't tell: the roles that were started by hand since write the same ones."""
+    this = run(tmp_path / "a")
+    with Supervision(this, RunStart(at=1.0)):
+        pass
+    known = runs(this)
+    [line] = known.lines()
+    assert line.end is not None
+    assert line.end.state == "killed"
+    known._monitor.seen_at = 1.0
+    assert known.lines()[0].end is None
+    known._monitor.problem = "the broker does not answer"
+    assert known.lines()[0].end == line.end
 
 
 def test_a_name_that_is_no_unicode_breaks_no_page(tmp_path: Path) -> None:
