@@ -159,13 +159,13 @@ class SourceProgress:
     def __init__(self, role: Role) -> None:
         self._client: Any = role.client
         self._key, self._config = role.keys.source, role.config
-        self._malformed = 0
+        self._data, self._malformed = "", 0
 
     async def open(self, total: int, credit: Credit) -> str:
         """Bind the run to its data and announce the total; returns the cursor of the last job."""
         held = await cast("Awaitable[dict[bytes, bytes]]", self._client.hgetall(self._key))
-        data = await asyncio.to_thread(fingerprint, self._config.data)
-        if note := refuse_other_source(self._config, held, data):
+        self._data = await asyncio.to_thread(fingerprint, self._config.data)
+        if note := refuse_other_source(self._config, held, self._data):
             get_logger().warning(note, path=self._config.data.path)
         limits = {  # for status pages
             "max_in_flight": credit.max_in_flight,
@@ -175,6 +175,7 @@ class SourceProgress:
             "group": self._config.producer.group_size,
         }
         path = self._config.data.path
+        data = held.get(b"data", self._data)  # a changed file's is stored at its end: until then each start warns
         await self._set(data=data, path=path, total=total, exhausted=0, **limits)
         return self._cursor(held.get(b"cursor", BEFORE_FIRST.encode()))
 
@@ -206,9 +207,9 @@ class SourceProgress:
         if self._malformed:
             await self._set(malformed=self._malformed)
 
-    async def finish(self) -> None:
-        """Announce that no more rows will come."""
-        await self._set(exhausted=1)
+    async def finish(self, cursor: str) -> None:
+        """Announce that no more rows will come. Each start resets `exhausted`; `cursor` stays as the end."""
+        await self._set(data=self._data, end=cursor, exhausted=1)
 
     async def _set(self, **values: Any) -> None:
         await cast("Awaitable[int]", self._client.hset(self._key, mapping=values))
@@ -224,7 +225,8 @@ def refuse_other_source(config: Config, held: dict[bytes, bytes], data: str) -> 
     name_it = "use another run name (--set run=NAME)"
     if held.get(b"data", data.encode()) == data.encode():
         return None
-    if held.get(b"exhausted") == b"1" or held.get(b"path") != path.encode():
+    is_read = held.get(b"exhausted") == b"1" or (b"end" in held and held[b"end"] == held.get(b"cursor"))
+    if is_read or held.get(b"path") != path.encode():
         raise ConfigError(f"run {run!r} was started on other data than {path}; {name_it}, or restore the file")
     return "the data file has changed; its first rows are not read again"
 

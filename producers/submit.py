@@ -65,7 +65,7 @@ async def produce(config: Config) -> None:
             while not role.stop.is_set():
                 try:
                     if await _read_all(config, progress, intake, submitter):
-                        await progress.finish()
+                        await progress.finish(submitter.cursor)
                     break
                 except SourceRewound as back:
                     get_logger().warning("reading again: the broker lost its latest writes", behind=back.cursor)

@@ -37,8 +37,7 @@ from sluice.pipeline.http.server import bind, bind_near
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import JobQueue
 from sluice.pipeline.roles import ONLOOKERS, ROLES, RoleName
-from sluice.pipeline.run import provenance
-from sluice.pipeline.run.preflight import CHECKED
+from sluice.pipeline.run import preflight, provenance
 from sluice.pipeline.run.progress_panel import Progress
 from sluice.pipeline.run.supervisor import Child, Supervisor, sluice_command
 from sluice.pipeline.status.descriptions import reasons_text
@@ -260,10 +259,19 @@ def run_stack(
             url = scope.enter_context(embedded_broker(config.broker))
             settings = msgspec.structs.replace(config.broker, url=url)
             config = msgspec.structs.replace(config, broker=settings)
+            _refuse_other_data(config)  # the checks before the start had no broker to ask
         connections.refuse_unsafe(config.broker, connections.ping(config.broker, config.run))
         listener, config = dashboard_listener(config)  # bound first: the address that is said is its own
         with listener or contextlib.nullcontext():
             return asyncio.run(_supervised(config, title, watch, extra or {}, listener, supervision))
+
+
+def _refuse_other_data(config: Config) -> None:
+    """Raises ConfigError if the run was started on other data, which its producer would skip."""
+    with connections.connect_sync(config.broker, config.run) as client:
+        held = cast("dict[bytes, bytes]", client.hgetall(Keys(config.run).source))
+    if held:
+        preflight.source(config, held)
 
 
 @contextlib.contextmanager
@@ -340,7 +348,7 @@ def child_environment(config: Config) -> dict[str, str]:
         "SLUICE_ROLLOUT_URL": config.rollout.url,
         "SLUICE_GATEWAY_URL": config.rollout.gateway_url,
     }
-    return {**inherited, CHECKED: "1", **{name: url for name, url in urls.items() if url}}
+    return {**inherited, preflight.CHECKED: "1", **{name: url for name, url in urls.items() if url}}
 
 
 async def _supervised(

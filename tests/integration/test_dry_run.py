@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import torch
 from redis.asyncio import Redis
 from safetensors.torch import save_file
 
+from sluice.pipeline.broker.embedded import embedded_broker
 from sluice.pipeline.config.load import read_config
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.run.dry_run import DryRun, as_text, rehearse
 from sluice.pipeline.status.run_end import RunStart, Supervision
 from sluice.pipeline.wire.keys import Keys
+from sluice.producers.source import fingerprint
 from tests.command import call
 from tests.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.pipeline.test_weights import model_dir
@@ -284,6 +287,23 @@ async def test_a_run_of_other_data_is_refused(
     [check] = [check for check in found.checks if check.name == "run"]
     assert found.exit_code == check.exit_code == 2
     assert "was started on other data than" in check.says
+
+
+def test_an_edited_file_of_a_complete_run_is_refused_once_the_embedded_broker_is_up(
+    home: Path, keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read_config(None, settings(home, keys)).config
+    source = {"cursor": "0:2", "data": fingerprint(config.data), "path": config.data.path, "exhausted": 1}
+    with embedded_broker(config.broker) as url, redis.Redis.from_url(url) as client:
+        client.hset(keys.source, mapping=source)
+    (home / "good.jsonl").write_text(GOOD.replace("hi", "ho") * 2)
+    arguments = [word for item in settings(home, keys) for word in ("--set", item)]
+    for _ in range(2):
+        assert call("run", *arguments) == 2
+        assert f"run '{keys.run}' was started on other data than {config.data.path}" in capsys.readouterr().err
+    assert not (home / "runs" / keys.run / "logs").exists(), "no process was started"
+    with embedded_broker(config.broker) as url, redis.Redis.from_url(url, decode_responses=True) as client:
+        assert client.hgetall(keys.source) == {name: str(value) for name, value in source.items()}
 
 
 def test_a_port_that_is_taken_and_a_run_that_is_alive_are_found_before_the_start(home: Path, keys: Keys) -> None:

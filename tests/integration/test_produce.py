@@ -172,6 +172,48 @@ async def test_other_data_under_the_same_run_are_refused(
     assert isinstance(first_cause(caught.value), ConfigError)
 
 
+async def test_other_data_are_refused_after_the_last_row_whatever_a_later_start_has_reset(
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
+) -> None:
+    rows = [row(i) for i in range(4)]
+    await produce(config_of(broker_config, keys, tmp_path, [*rows, "{bad"], on_malformed="skip"))
+    await client.hset(keys.source, "exhausted", 0)  # as each start does first
+    for others in ([row(7)], [*rows, row(7)]):
+        with pytest.raises(ExceptionGroup) as caught:
+            await produce(config_of(broker_config, keys, tmp_path, others))
+        assert isinstance(first_cause(caught.value), ConfigError)
+    assert (await snapshot(client, keys)).enqueued == 4
+    await produce(config_of(broker_config, keys, tmp_path, [*rows, "{bad"], on_malformed="skip", epochs=2))
+    assert (await snapshot(client, keys)).enqueued == 8
+
+
+async def test_rows_appended_before_the_end_are_read_and_then_the_longer_file_is_the_runs_own(
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
+) -> None:
+    async def held() -> bytes:
+        return await client.hget(keys.source, "data")
+
+    async def starts_and_ends(lines: list[str]) -> None:
+        begun = asyncio.create_task(produce(config_of(broker_config, keys, tmp_path, lines, wide=2)))
+
+        async def has_opened() -> bool:
+            now = await snapshot(client, keys)
+            return (now.total, now.enqueued) == (len(lines), 2)
+
+        await eventually(has_opened, "the producer to open the file")
+        await end(begun)
+
+    await starts_and_ends([row(i) for i in range(4)])
+    first = await held()
+    await starts_and_ends([row(i) for i in range(6)])
+    assert await held() == first, "a later start has to warn again"
+    for _ in range(2):
+        await produce(config_of(broker_config, keys, tmp_path, [row(i) for i in range(6)]))
+        now = await snapshot(client, keys)
+        assert (now.enqueued, now.exhausted) == (6, True)
+    assert await held() != first
+
+
 async def test_an_empty_file_is_refused_and_exhausted_at_once_where_no_row_is_asked_for(
     broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
 ) -> None:
