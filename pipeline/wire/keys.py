@@ -112,7 +112,7 @@ class Keys:
         self.evaluation = f"{self.prefix}evaluation"  # string: JSON, how far the evaluation of versions is
         self.versions = f"{self.prefix}versions"  # hash: version → WeightVersion
         self.latest = f"{self.prefix}latest"  # string: newest version
-        self.source = f"{self.prefix}source"  # hash: cursor, total, malformed, exhausted
+        self.source = f"{self.prefix}source"  # hash: data, path, cursor, total, malformed, exhausted, end
         self.processes = f"{self.prefix}processes"  # hash: role:name → JSON heartbeat
         self.score_jobs = f"{self.prefix}score:jobs"  # stream of ScoreJobs, group SCORE_GROUP
         self.score_answers = f"{self.prefix}score:answers:"  # + the trainer's nonce → list of ScoreResults, expires
