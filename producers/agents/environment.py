@@ -251,7 +251,7 @@ def _failures(what: str, rollout: Rollout, timeout_s: float) -> Generator[None]:
     except DeadlineExceeded as error:
         limit = f"{timeout_s:g} s (rollout_server.tool_timeout_s)"
         raise EnvironmentFailed(f"{what} did not answer within {limit}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit would end the event loop
         get_logger().warning("an environment failed", rollout=rollout.id, method=what, why=repr(error))
         raise EnvironmentFailed(f"{what} failed ({type(error).__name__}); see the rollout server's log") from error
 

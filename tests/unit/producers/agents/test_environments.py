@@ -109,6 +109,18 @@ async def cancel(task: asyncio.Task[Any]) -> None:
         await task
 
 
+async def test_one_that_exits_ends_its_own_rollout_alone() -> None:
+    class Exits:
+        async def reset(self, row: Any) -> Any:
+            raise SystemExit(3)
+
+    of = Environments(Exits, RolloutServerConfig())
+    with pytest.raises(EnvironmentFailed, match=r"reset failed \(SystemExit\)"):
+        async with of.opened(Rollout("r")) as environment:
+            await environment.reset({})
+    await of.end()
+
+
 @pytest.mark.parametrize("where", ["make", "reset", "step"])
 async def test_a_stuck_one_holds_up_no_other(world: World, where: str) -> None:
     of, world.holds_up = environments(world), where
