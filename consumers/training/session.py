@@ -719,7 +719,8 @@ class Session:
         return await self._writing(self._carrier.publish, weights.directory, manifest, self._fence())
 
     async def _register(self, manifest: WeightVersion, weights: Weights | None) -> None:
-        latest, newest = await self._registry.latest(), self.state.line.newest_few(self._config.weights.retention)
+        latest, retention = await self._registry.latest(), self._config.weights.retention
+        newest = self.state.line.newest_few(retention)
         # A kill takes the run back to the last commit, whose version may be all that is left of its weights.
         # What the evaluator holds it named before a version that could retire it came: see Evaluator._due.
         held = (await evaluation_of(self._role.client, self._role.keys)).held
@@ -727,6 +728,9 @@ class Session:
         others = (self._saving_version, self._reference, best)
         kept = {*newest, self._durable_version, *held, *(one for one in others if one is not None)}
         gone = await asyncio.to_thread(versions.retired, self.root, kept, manifest.version)
+        if spare := retention - len(newest):  # for live ones that the line is too short to remember
+            older = [number for number in gone if number < newest[0]][-spare:]
+            gone = [number for number in gone if number not in older]
         if self._config.deterministic:  # sequences wait for one version, and a broker may have lost it
             for number in newest[:-1]:
                 if await self._registry.get(number) is None and (self.root / f"v{number:06d}").is_dir():

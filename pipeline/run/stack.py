@@ -269,7 +269,7 @@ def run_stack(
 def _refuse_other_data(config: Config) -> None:
     """Raises ConfigError if the run was started on other data, which its producer would skip."""
     with connections.connect_sync(config.broker, config.run) as client:
-        held = cast("dict[bytes, bytes]", client.hgetall(Keys(config.run).source))
+        held = cast("dict[bytes, bytes]", cast(Any, client).hgetall(Keys(config.run).source))
     if held:
         preflight.source(config, held)
 

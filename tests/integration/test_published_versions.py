@@ -390,6 +390,20 @@ async def test_a_version_that_cannot_be_written_ends_the_trainer_with_its_cause(
     assert [one.step for one in await live(client, keys, config)] == [2, 1, 0]
 
 
+@pytest.mark.parametrize("retention", [2, 3, 5, 99])
+async def test_as_many_versions_are_kept_as_asked_however_few_the_line_remembers(
+    retention: int, broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(checkpoint, "_RECENT_VERSIONS", 3)
+    config = config_of(broker_config, keys, run_dir)
+    config = replace(config, weights=replace(config.weights, retention=retention))
+    await hand_on(client, keys, 0, 7)
+    await train(config, source)
+    there = [number for number, _ in versions.numbered_directories(Path(config.run_dir) / config.run / "weights")]
+    assert there == list(range(8))[-retention:]
+
+
 async def test_a_version_that_takes_too_long_is_named(
     broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,9 +48,14 @@ async def test_a_job_is_gone_with_its_last_sequence() -> None:
     assert (jobs.running, bool(jobs.held())) == (0, False)
 
 
+async def never() -> JobPrompt:
+    await asyncio.sleep(HANG_S)
+    raise AssertionError
+
+
 async def test_jobs_that_overtake_one_without_its_prompt_leave_nothing_behind() -> None:
     jobs, slow = Slots(max_batch=4), held_job("slow")
-    slow.prompt = asyncio.get_running_loop().create_future()
+    slow.prompt = asyncio.create_task(never())
     jobs.add(slow)
     ended = list[weakref.ref[HeldJob]]()
     for number in range(20):
@@ -65,6 +70,7 @@ async def test_jobs_that_overtake_one_without_its_prompt_leave_nothing_behind() 
     gc.collect()
     assert not any(each() for each in ended)
     assert jobs.held() == {"r:slow"}
+    assert jobs.lose("r:slow")
 
 
 async def test_only_the_named_attempt_is_lost_and_its_tasks_are_cancelled() -> None:
