@@ -16,8 +16,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from sluice.consumers.tasks.task import TextCodec
@@ -107,13 +108,12 @@ class TextShapes:
 
     def _singles(self, answers: list[_Answer]) -> Iterator[Row | Left]:
         for answer in answers:
-            sample = answer.sample
-            better = answer.reward if sample.advantage is None else sample.advantage
-            if self._shape == "unpaired" and better == 0:
-                yield "no_contrast", sample
+            is_better = _is_better(answer, answers)
+            if self._shape == "unpaired" and is_better is None:
+                yield "no_contrast", answer.sample
                 continue
             prompt, completion = self._texts(answer)
-            told: Row = {"label": better > 0} if self._shape == "unpaired" else {"reward": answer.reward}
+            told: Row = {"label": is_better} if self._shape == "unpaired" else {"reward": answer.reward}
             yield {"prompt": prompt, "completion": completion, **told}
 
     def _texts(self, answer: _Answer) -> tuple[str, str]:
@@ -122,6 +122,16 @@ class TextShapes:
         prompt, completion = self._codec.decode(answer.prompt), self._codec.decode(ids)
         self.reread += self._codec.encode(prompt) + self._codec.encode(completion) != [*answer.prompt, *ids]
         return prompt, completion
+
+
+def _is_better(answer: _Answer, group: Sequence[_Answer]) -> bool | None:
+    """Than its group; None: as good. Without an advantage the rewards decide, and whether a lone answer has one."""
+    advantage, rewards = answer.sample.advantage, [one.reward for one in group]
+    if advantage is None and len(group) == 1:
+        return answer.reward > 0
+    if advantage is None:
+        advantage = 0.0 if min(rewards) == max(rewards) else answer.reward - fmean(rewards)
+    return advantage > 0 if advantage else None
 
 
 def text_columns(arrow: Any, shape: TextShape) -> Any:

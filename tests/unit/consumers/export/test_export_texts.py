@@ -174,6 +174,19 @@ def test_an_answer_is_better_than_its_group_or_not(tmp_path: Path, config: Confi
     assert done.left_out["no_contrast"] == 2
 
 
+@pytest.mark.parametrize(
+    ("rewards", "labels"),
+    [([1.0, 0.0, 0.0], [True, False, False]), ([0.1, 0.1, 0.1], []), ([0.0], [False]), ([0.5], [True])],
+)
+def test_without_advantages_rewards_tell_what_is_better(
+    tmp_path: Path, config: Config, rewards: list[float], labels: list[bool]
+) -> None:
+    answers = [answer(f"a:{at}", "red", reward, index=at) for at, reward in enumerate(rewards)]
+    rows, done = exported(tmp_path, config, "unpaired", *answers, answer("z:0", "red", 1.0))
+    assert [row["label"] for row in rows] == [*labels, True]
+    assert done.left_out["no_contrast"] == len(rewards) - len(labels)
+
+
 def test_a_policy_run_is_prompts_and_completions_by_itself(tmp_path: Path, config: Config) -> None:
     rows, done = exported(tmp_path, config, None, *SAMPLES[:2])
     assert (done.shape, done.sequences, done.reread) == ("completion", 2, 0)
