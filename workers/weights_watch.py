@@ -81,15 +81,15 @@ class WeightsWatch:
     async def prove(self) -> bool:
         """Check the engine against the probe of the version it started with, once that is published.
 
-        False if that version is retired: whether these are its weights can't be told any more, and a newer one has to
-        be loaded. Raises ModelError if the scores differ.
+        False if that version is retired, so that nothing tells whether these are its weights, and a newer one is there
+        to be loaded. Raises ModelError if the scores differ.
         """
         version = self._backend.version
         if self._is_proved or self._latest is None or self._latest < version:
             return True
         manifest, facts = await self._registry.get(version), self._backend.facts
         if manifest is None:
-            return self._latest == version
+            return await self._registry.get(self._latest) is None
         self._is_proved = True
         probe = probe_of(manifest, facts.dtype, self._config.weights.probe_tolerance)
         if probe is None:
