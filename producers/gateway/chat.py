@@ -208,7 +208,7 @@ class Chat:
     def check_model(self, name: str, rollout_id: str | None = None) -> None:
         """Raises Refusal (404; 400 for an adapter in a rollout)."""
         if name not in self.models:
-            near = nearest(name[:80], self.models)  # its time grows with the name's length
+            near = nearest(name, self.models)
             meant = f"did you mean {near!r}?" if near else f"it may be {' or '.join(self.models)}"
             raise Refusal(404, f"model {name!r:.80} is not served; {meant}", "model")
         if rollout_id is not None and name in self._config.worker.adapters:

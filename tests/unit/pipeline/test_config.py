@@ -181,6 +181,12 @@ def test_the_resolved_file_loads_again_and_keeps_no_password(tmp_path: Path) -> 
     assert (again.worker.count, again.broker.url) == (3, None)
 
 
+@pytest.mark.parametrize("seconds", ["-1", "1e7", ".inf", ".nan"])
+def test_a_scan_of_the_rows_has_an_end(seconds: str) -> None:
+    with pytest.raises(ConfigError, match=r"preflight\.max_s must be in 0\.\.1000000"):
+        load_config(None, [f"preflight.max_s={seconds}"], {})
+
+
 EMPTY = load_config(None, [], {})
 
 

@@ -177,6 +177,7 @@ def test_both_lists_have_one_syntax(hosts: str) -> None:
         ("max_mb=.inf", "finite number"),
         ("max_pixels=0", "finite number"),
         ("fetch_timeout_s=.nan", "finite number"),
+        ("decode_timeout_s=1e7", "images.decode_timeout_s must be at most 1000000"),
         ("cache_mb=-1", "images.cache_mb must be >= 0"),
     ],
 )

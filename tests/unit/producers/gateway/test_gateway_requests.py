@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from difflib import get_close_matches
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 from redis.exceptions import ResponseError
 
-from sluice.pipeline.config.suggest import nearest
+from sluice.pipeline.config import suggest
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import BrokerRefused, DeadlineExceeded, LeaseLost, MessageError, ResultsLost
 from sluice.pipeline.wire.messages import MAX_LISTED, DeadLetter, Grammar, SamplingParams
@@ -297,9 +298,9 @@ def test_a_forced_call_is_a_grammar_of_the_parsers_form() -> None:
 def test_the_nearest_model_is_looked_for_by_the_beginning_of_a_long_name(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def counted(word: str, choices: list[str]) -> str | None:
+    def counted(word: str, choices: list[str], **limits: Any) -> list[str]:
         asked.append(word)
-        return nearest(word, choices)
+        return get_close_matches(word, choices, **limits)
 
     nothing: Any = SimpleNamespace(tokenizer=None, terminators=())
     chat = Chat(
@@ -312,7 +313,7 @@ def test_the_nearest_model_is_looked_for_by_the_beginning_of_a_long_name(monkeyp
         metrics=nothing,
         images=nothing,
     )
-    monkeypatch.setattr("sluice.producers.gateway.chat.nearest", counted)
+    monkeypatch.setattr(suggest, "get_close_matches", counted)
     for name, meant in (("defualt", "did you mean 'default'"), ("default" * 600_000, "it may be default or")):
         with pytest.raises(Refusal, match=meant) as refused:
             chat.check_model(name)
