@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
-from sluice.consumers.evaluation.questions import Questions, asking, read
+from sluice.consumers.evaluation.questions import Place, Questions, asking, read
 from sluice.consumers.evaluation.results import FOLDER, Answer, Answers, Result, Results, prune, summary
 from sluice.consumers.groups import Group
 from sluice.consumers.rewards import Refused, Reward, Rewards
@@ -52,8 +52,6 @@ _MIXED = "mixed_versions"
 _NOT_SAMPLED = -1  # the version of tool output, and of a forced end
 _OVER = ("finished", "stopped")  # the trainer's last words
 _MOST_TOKENS = 2**31 - 1
-
-Place = tuple[int, int]
 
 
 class _Cut(Exception):
@@ -132,6 +130,7 @@ class Evaluator:
     async def run(self) -> None:
         """Until the last version is evaluated, nothing gets better any more, or a stop is requested."""
         unfinished = await self._unfinished()
+        await asyncio.to_thread(self._results.store_best, self._state)  # a killed evaluator may not have got there
         await self._store()
         while not self._role.stop.is_set() and not self._state.stops:
             version = unfinished if unfinished is not None else await self._due()
@@ -204,8 +203,10 @@ class Evaluator:
         await self._store()  # from here on the trainer may delete it, unless it is the best
         self._trackers.log((manifest and manifest.step) or 0, values)
         await asyncio.to_thread(prune, self._dir / FOLDER, self._options.keep_answers, -1)
-        metric, value = self._results.value_of(values)
-        get_logger().info("evaluated", version=version, answers=len(answers.found), **{metric: value})
+        metric = self._state.metric
+        get_logger().info(
+            "evaluated", version=version, answers=len(answers.found), **{metric: values.get(f"eval/{metric}")}
+        )
 
     @property
     def _asked(self) -> int:
@@ -218,7 +219,7 @@ class Evaluator:
         heard = asked = time.monotonic()
         while not self._role.stop.is_set():
             taken = await self._take(version, answers, rows)
-            waiting, at_work = ([row for row in some if self._missing(answers, row)] for some in (waiting, at_work))
+            waiting, at_work = ([row for row in some if self._missing(answers, [row])] for some in (waiting, at_work))
             self._state = replace(self._state, running=version, answered=len(answers.found), asked=self._asked)
             await self._store()
             if not waiting and not at_work:
@@ -234,27 +235,28 @@ class Evaluator:
                 )
             if now - asked > _LOST_S:  # a broker that lost its last seconds may have lost some of them
                 asked = now
-                await self._ask(version, at_work)
+                await self._ask(version, self._missing(answers, at_work))
             room = self._options.max_in_flight - len(at_work) * self._options.n
             count = max(room // self._options.n, 0 if at_work else 1)
             if chunk := waiting[:count]:
-                await self._ask(version, chunk)
+                await self._ask(version, self._missing(answers, chunk))
                 at_work, waiting = at_work + chunk, waiting[count:]
-            left = sum(self._missing(answers, row) for row in at_work)
-            self._role.status.waiting(WaitKind.ANSWERS, f"v{version}", left)
+            left = self._missing(answers, at_work)
+            self._role.status.waiting(WaitKind.ANSWERS, f"v{version}", len(left))
             await self._client.xread({self._role.keys.evaluated: "0-0"}, count=1, block=_BLOCK_MS)
         self._role.status.waiting(None)
 
-    def _missing(self, answers: Answers, row: int) -> int:
-        return sum((row, index) not in answers.found for index in range(self._options.n))
+    def _missing(self, answers: Answers, rows: Sequence[int]) -> list[Place]:
+        places = ((row, index) for row in rows for index in range(self._options.n))
+        return [place for place in places if place not in answers.found]
 
-    async def _ask(self, version: int, rows: Sequence[int]) -> None:
-        done = await self._questions.ask(version, rows)
+    async def _ask(self, version: int, places: Sequence[Place]) -> None:
+        done = await self._questions.ask(version, places)
         if not done:
             return
         if await self._client.xlen(self._role.keys.evaluated):
             return  # its answers may be there, and are read first
-        get_logger().warning("answers to held-out prompts were lost; asking again", prompts=len(done))
+        get_logger().warning("answers to held-out prompts were lost; asking again", answers=len(done))
         await self._questions.forget(version, done)
         await self._questions.ask(version, done)
 

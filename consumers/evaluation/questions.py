@@ -1,7 +1,7 @@
 """What an evaluation asks under one version: prompts, as decode jobs, or rows that agents answer, as rollouts.
 
-    read ─▶ Questions ─ ask(version, rows) ─┬─ DecodeJobs ───────────────────────────▶ workers ─┬─▶ stream `evaluated`
-                                            └─ rollouts ─▶ rollout server ─▶ gateway ─▶ workers ─┘
+    read ─▶ Questions ─ ask(version, places) ─┬─ DecodeJobs ───────────────────────────▶ workers ─┬─▶ stream `evaluated`
+                                              └─ rollouts ─▶ rollout server ─▶ gateway ─▶ workers ─┘
 
 - An id names version, row and questions, so asking again asks nothing twice, whoever asked before.
 - Every turn of a rollout is decoded under the version, as a job is. Of a forked one the newest branch is the answer.
@@ -31,6 +31,8 @@ from sluice.pipeline.wire.messages import EVALUATION, DecodeJob
 
 Rows = Sequence[DecodeJob] | Sequence[Sequence[RolloutHead]]
 """The held-out rows, without a version."""
+Place = tuple[int, int]
+"""Of an answer: its row, and its index among the row's `eval.n`."""
 
 
 def read(config: Config) -> Rows:
@@ -55,11 +57,11 @@ class Questions(Protocol):
         """What the row's answers are named by in the stream."""
         ...
 
-    async def ask(self, version: int, rows: Sequence[int]) -> list[int]:
-        """Returns the rows that were answered before."""
+    async def ask(self, version: int, places: Sequence[Place]) -> list[Place]:
+        """Returns those that were answered before."""
         ...
 
-    async def forget(self, version: int, rows: Sequence[int]) -> None:
+    async def forget(self, version: int, places: Sequence[Place]) -> None:
         """That they were answered."""
         ...
 
@@ -81,7 +83,7 @@ async def asking(role: Role, rows: Rows) -> AsyncGenerator[Questions]:
 
 
 class Prompts:
-    """A decode job for each row."""
+    """A decode job for each row, which is answered as a whole."""
 
     def __init__(self, role: Role, jobs: Sequence[DecodeJob]) -> None:
         self._run, self._priority, self._jobs = role.config.run, role.config.eval.priority, jobs
@@ -96,12 +98,14 @@ class Prompts:
     def name(self, version: int, row: int) -> str:
         return evaluated_job(self._run, version, row, self.digest)
 
-    async def ask(self, version: int, rows: Sequence[int]) -> list[int]:
+    async def ask(self, version: int, places: Sequence[Place]) -> list[Place]:
+        rows = _rows(places)
         outcomes = await self._queue.enqueue([self._job(version, row) for row in rows], NO_LIMIT)
-        return [row for row, outcome in zip(rows, outcomes, strict=True) if outcome == "done"]
+        done = {row for row, outcome in zip(rows, outcomes, strict=True) if outcome == "done"}
+        return [place for place in places if place[0] in done]
 
-    async def forget(self, version: int, rows: Sequence[int]) -> None:
-        for row in rows:
+    async def forget(self, version: int, places: Sequence[Place]) -> None:
+        for row in _rows(places):
             await self._queue.forget(self.name(version, row), self._jobs[row].n)
 
     async def cancel(self, version: int) -> None:
@@ -149,38 +153,39 @@ class AgentRows:
     def name(self, version: int, row: int) -> str:
         return evaluated_group(self._run, version, row, self.digest)
 
-    async def ask(self, version: int, rows: Sequence[int]) -> list[int]:
-        heads = [(row, head) for row in rows for head in self._heads(version, row)]
-        outcomes = await self._rollouts.open([head for _, head in heads])
-        found = list(zip(heads, outcomes, strict=True))
-        self._dispatcher.ask(head for (_, head), outcome in found if outcome != "done")
-        return list(dict.fromkeys(row for (row, _), outcome in found if outcome == "done"))
+    async def ask(self, version: int, places: Sequence[Place]) -> list[Place]:
+        heads = [self._head(version, place) for place in places]
+        outcomes = await self._rollouts.open(heads)
+        self._dispatcher.ask(head for head, outcome in zip(heads, outcomes, strict=True) if outcome != "done")
+        return [place for place, outcome in zip(places, outcomes, strict=True) if outcome == "done"]
 
-    async def forget(self, version: int, rows: Sequence[int]) -> None:
-        for row in rows:
-            for head in self._heads(version, row):
-                await self._rollouts.forget(head.rollout_id)
+    async def forget(self, version: int, places: Sequence[Place]) -> None:
+        for place in places:
+            await self._rollouts.forget(self._head(version, place).rollout_id)
 
     async def cancel(self, version: int) -> None:
         self._dispatcher.leave()
-        for row in range(len(self)):
-            for head in self._heads(version, row):
-                await self._rollouts.drop(head.rollout_id, "cancelled", "the evaluation was cut off")
+        for place in ((row, index) for row, group in enumerate(self._groups) for index in range(len(group))):
+            rollout_id = self._head(version, place).rollout_id
+            await self._rollouts.drop(rollout_id, "cancelled", "the evaluation was cut off")
 
-    def _heads(self, version: int, row: int) -> list[RolloutHead]:
-        group = self.name(version, row)
-        return [
-            replace(
-                head,
-                rollout_id=(name := f"{group}:{head.index}"),
-                group_id=group,
-                request={**head.request, "rollout_id": name},
-                pinned_version=version,
-                priority=self._priority,
-                metadata={**head.metadata, "evaluated": version},
-            )
-            for head in self._groups[row]
-        ]
+    def _head(self, version: int, place: Place) -> RolloutHead:
+        row, index = place
+        head, group = self._groups[row][index], self.name(version, row)
+        name = f"{group}:{index}"
+        return replace(
+            head,
+            rollout_id=name,
+            group_id=group,
+            request={**head.request, "rollout_id": name},
+            pinned_version=version,
+            priority=self._priority,
+            metadata={**head.metadata, "evaluated": version},
+        )
+
+
+def _rows(places: Iterable[Place]) -> list[int]:
+    return list(dict.fromkeys(row for row, _ in places))
 
 
 def _digest(asked: Iterable[Any]) -> str:

@@ -265,12 +265,11 @@ class Results:
     """The evaluator's own lines of evals.jsonl; other programs may append theirs. Blocking."""
 
     def __init__(self, run_dir: Path, options: EvalConfig) -> None:
-        """Raises ConfigError for a metric that the evaluations so far don't have."""
+        """Raises ConfigError for a metric that no evaluation so far has, nor could have had."""
         self._dir, self._options = run_dir, options
         self._path = run_dir / EVALS
         self.all = _read(self._path)
-        for one in self.all:
-            self.value_of(one.values)
+        _check_metric(self.all, options)
 
     @property
     def versions(self) -> set[int]:
@@ -282,9 +281,13 @@ class Results:
         return self.all[-1].version if self.all else None
 
     def add(self, result: Result) -> None:
-        """Append it, durably, unless its version is there."""
+        """Append it, durably, unless its version is there.
+
+        Raises ConfigError, and appends nothing, for a metric that no evaluation has, nor could have had.
+        """
         if result.version in self.versions:
             return
+        _check_metric([*self.all, result], self._options)
         line = msgspec.json.encode({"version": result.version, "at": result.at, **result.values}) + b"\n"
         self._dir.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab+") as stream:
@@ -295,29 +298,21 @@ class Results:
             os.fsync(stream.fileno())
         self.all.append(result)
 
-    def value_of(self, values: Mapping[str, float]) -> tuple[str, float | None]:
-        """The metric that decides, and its value; None if no answer of that evaluation has it."""
+    @property
+    def _metric(self) -> str:
+        """Decides which version is best, the same for all evaluations: the first wanted one that any of them has."""
         wanted = self._options.metric
         names = [wanted] if wanted else [f"pass@{self._options.k[0]}", "reward_mean", "f1"]
-        for name in names:
-            if f"eval/{name}" in values:
-                return name, values[f"eval/{name}"]
-        if wanted and values.get("eval/sequences"):
-            found = [key.removeprefix("eval/") for key in values if not key.endswith(("_low", "_high"))]
-            raise ConfigError(
-                f"eval.metric {wanted!r} is none of what was measured ({', '.join(found[:_SHOWN])}, …); name one of "
-                "those, or leave it out"
-            )
-        return names[0], None
+        return next((name for name in names if any(f"eval/{name}" in one.values for one in self.all)), names[0])
 
     def state(self) -> Evaluation:
         """What follows from the results, with nothing running."""
-        options, metric = self._options, ""
+        options, metric = self._options, self._metric
         best: int | None = None
         highest: float | None = None
         since = 0
         for one in self.all:
-            metric, value = self.value_of(one.values)
+            value = one.values.get(f"eval/{metric}")
             if value is not None and (highest is None or value > highest + options.min_delta):
                 best, highest, since = one.version, value, 0
             else:
@@ -349,6 +344,22 @@ class Results:
         where = self._dir / "weights" / f"v{now.best:06d}"
         best = Best(version=now.best, metric=f"eval/{now.metric}", value=now.best_value, path=str(where))
         write_atomic(path, msgspec.json.format(msgspec.json.encode(best)))
+
+
+def _check_metric(results: Sequence[Result], options: EvalConfig) -> None:
+    """Raises ConfigError if some answers were scored, and none of them could have the metric."""
+    measured = {
+        key.removeprefix("eval/"): None for one in results if one.values.get("eval/sequences") for key in one.values
+    }
+    if options.metric is None or not measured or options.metric in measured:
+        return
+    if "reward_mean" in measured and options.metric in (f"pass@{k}" for k in options.k):
+        return  # so far no prompt had k scored answers
+    found = [name for name in measured if not name.endswith(("_low", "_high"))]
+    raise ConfigError(
+        f"eval.metric {options.metric!r} is none of what was measured ({', '.join(found[:_SHOWN])}, …); name one of "
+        "those, or leave it out"
+    )
 
 
 def _read(path: Path) -> list[Result]:

@@ -22,7 +22,7 @@ from sluice.consumers.training.trackers import Trackers
 from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, EvalConfig, PolicyConfig
 from sluice.pipeline.errors import DeadlineExceeded
-from sluice.pipeline.status.evaluation import best_of, evaluation_of
+from sluice.pipeline.status.evaluation import BEST, best_of, evaluation_of
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.workers.engine.hf import HfBackend
@@ -178,7 +178,7 @@ CUTS = [
     (f"{_OF}.results.Answers.add", 2),
     (f"{_OF}.evaluator.Evaluator._store", 4),
     (f"{_OF}.results.Results.add", 1),
-    (f"{_OF}.results.Results.store_best", 1),
+    (f"{_OF}.results.Results.store_best", 2),
 ]
 
 
@@ -207,6 +207,32 @@ async def test_a_killed_evaluator_goes_on_where_it_was(
             (row, index, "") for row in range(ROWS) for index in range(N)
         ]
     assert (await snapshot(client, keys)).evaluated == len(versions) * ROWS * N, "none was decoded twice"
+
+
+async def test_a_start_writes_what_the_results_say_into_best_json(
+    config: Config, client: Any, keys: Keys, published: Published
+) -> None:
+    """The last evaluator may have ended between its result and that file, or have had another configuration."""
+    await published.publish(0)
+    await client.set(keys.state, "finished")
+
+    async def whole(**options: Any) -> None:
+        changed = replace(config, eval=replace(config.eval, **options))
+        async with evaluating(changed) as running, asyncio.timeout(HANG_S):
+            await running
+
+    run_dir = Path(config.run_dir) / config.run
+    async with engine(config, 4) as backend, working(config, backend):
+        await whole()
+    before = (run_dir / BEST).read_bytes()
+    (run_dir / BEST).unlink()
+    await whole()
+    assert (run_dir / BEST).read_bytes() == before
+    await whole(metric="reward_mean")
+    assert json.loads((run_dir / BEST).read_bytes())["metric"] == "eval/reward_mean"
+    await whole(keep_best=False)
+    assert best_of(run_dir) is None, "the trainer keeps the version that it names"
+    assert len(results(config)) == 1
 
 
 async def test_an_evaluation_whose_version_is_gone_is_cut_off_and_the_next_one_made(

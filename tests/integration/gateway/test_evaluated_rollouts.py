@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from msgspec.structs import replace
 
 from sluice.consumers.evaluation.results import FOLDER, Answer, evaluations, read_answers
@@ -23,6 +24,7 @@ from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import reference, reference_logprobs, started
 from tests.cut_off import cut_off_at
 from tests.deadlines import HANG_S
+from tests.far_side import Body, FarSide, answer
 from tests.integration.gateway.agents import CALLING, agents_config, rollout_server
 from tests.integration.gateway.harness import Gateway, serving
 from tests.integration.test_evaluator import evaluating
@@ -168,6 +170,61 @@ async def test_failed_and_lost_rollouts_count_as_failed_and_are_not_trained(
     assert failed in (["rollout_error"], ["rollout_error"] * 2), "the lost one, if its agent met the gap"
     assert [one.reward for one in given if not one.failed] == [1.0] * (len(CALLING) - len(failed))
     assert not await client.exists(keys.results + "0", keys.dropped)
+
+
+async def test_an_answered_rollout_is_not_asked_again_while_another_of_its_row_is_slow(
+    config: Config,
+    backend: HfBackend,
+    client: Any,
+    keys: Keys,
+    versions: Versions,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither by an evaluator that hears nothing for a while, nor by one that was killed and started again."""
+    monkeypatch.setattr("sluice.consumers.evaluation.evaluator._LOST_S", 0.5)
+    config = replace(config, eval=replace(config.eval, limit=1, n=2, temperature=1.0))
+    await versions.publish(0)
+    await client.set(keys.state, "finished")
+    server, release = FarSide(client, keys), asyncio.Event()
+    async with serving(config, backend) as gateway, contextlib.AsyncExitStack() as scope:
+
+        async def agent(_: int, body: Body) -> web.Response:
+            if body["rollout_id"].endswith(":1"):
+                await release.wait()
+            await gateway.post("/v1/chat/completions", {name: body[name] for name in ("messages", "rollout_id")})
+            return answer(body)
+
+        async def first_is_answered() -> bool:
+            return [one.index for one in answers(config, 0)] == [0] if server.posted else False
+
+        def is_asked(times: int) -> Callable[[], Awaitable[bool]]:
+            until = set[float | None]()  # of the slow one, until when it stays open: longer, each time it is asked
+
+            async def holds() -> bool:
+                until.add(await client.zscore(keys.evaluated_rollouts, slow))
+                return len(until) > times
+
+            return holds
+
+        server.script = agent
+        scope.push_async_callback(server.stop)
+        rollout = replace(config.rollout, url=await server.start(), gateway_url=gateway.url, timeout_s=HANG_S)
+        config = replace(config, rollout=rollout)
+        async with evaluating(config):
+            await eventually(first_is_answered, "the first answer")
+            quick, slow = sorted(body["rollout_id"] for body in server.posted)
+            await eventually(is_asked(3), "the slow one to be asked again")
+            assert (await snapshot(client, keys)).evaluated == 1
+        async with evaluating(config) as running:
+            await eventually(is_asked(2), "the next evaluator to ask it")
+            release.set()
+            async with asyncio.timeout(HANG_S):
+                await running
+    assert server.asked(quick) == 1
+    assert "asking again" not in capsys.readouterr().err
+    assert (await snapshot(client, keys)).evaluated == 2
+    assert [(one.index, one.failed) for one in answers(config, 0)] == [(0, ""), (1, "")]
 
 
 CUTS = [("questions.AgentRows.ask", 1), ("results.Answers.add", 1), ("results.Results.add", 1)]

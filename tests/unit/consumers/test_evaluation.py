@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sluice.consumers.evaluation.results import (
     Answer,
@@ -172,7 +173,64 @@ def test_lines_of_others_and_torn_ones_are_left_alone(tmp_path: Path) -> None:
     assert Results(tmp_path, EvalConfig()).versions == {0}
 
 
+SCORED, FEWER = {"eval/pass@4": 0.667, "eval/reward_mean": 0.433}, {"eval/reward_mean": 0.8}
+
+
+@pytest.mark.parametrize("metric", ["pass@4", None])
+@pytest.mark.parametrize(
+    ("values", "best", "value", "since"),
+    [
+        ([SCORED, FEWER], 0, 0.667, 1),
+        ([FEWER, SCORED], 1, 0.667, 0),
+        ([FEWER, SCORED, {"eval/pass@4": 0.7, "eval/reward_mean": 0.1}, FEWER], 2, 0.7, 1),
+        ([SCORED, {}, FEWER], 0, 0.667, 2),
+    ],
+)
+def test_all_evaluations_are_compared_by_one_metric_and_one_without_it_is_no_better(
+    tmp_path: Path, metric: str | None, values: list[dict[str, float]], best: int, value: float, since: int
+) -> None:
+    """An evaluation has no pass@4 if each of its prompts has an answer that could not be scored."""
+    options = EvalConfig(n=4, k=(4, 1), temperature=1.0, metric=metric, patience=2)
+    made = Results(tmp_path, options)
+    for version, row in enumerate(values):
+        made.add(Result(version, 1.0, {**row, "eval/sequences": 3.0 if row else 0.0}))
+    for now in (made.state(), Results(tmp_path, options).state()):
+        assert (now.metric, now.best, now.best_value, now.since_best) == ("pass@4", best, value, since)
+        assert bool(now.stops) == (since == 2)
+
+
+def test_what_no_evaluation_has_falls_back_to_the_next_metric(tmp_path: Path) -> None:
+    options = EvalConfig(n=4, k=(4,), temperature=1.0)
+    made = Results(tmp_path, options)
+    for version, reward in enumerate((0.2, 0.3)):
+        made.add(Result(version, 1.0, {"eval/reward_mean": reward, "eval/f1": 0.9 - version, "eval/sequences": 3.0}))
+    for now in (made.state(), Results(tmp_path, options).state()):
+        assert (now.metric, now.best, now.best_value) == ("reward_mean", 1, 0.3)
+
+
 def test_an_unknown_metric_is_an_error_that_names_those_that_are_there(tmp_path: Path) -> None:
-    results_of(tmp_path, 0.25)
-    with pytest.raises(ConfigError, match=r"eval\.metric 'accuracy' is none of what was measured \(pass@1"):
+    unknown = r"eval\.metric 'accuracy' is none of what was measured \(pass@1"
+    made = Results(tmp_path, EvalConfig(metric="accuracy"))
+    made.add(Result(0, 1.0, {"eval/sequences": 0.0}))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=unknown):
+            made.add(Result(1, 1.0, {"eval/pass@1": 0.25, "eval/sequences": 2.0}))
+        made = Results(tmp_path, EvalConfig(metric="accuracy"))
+        assert made.versions == {0}, "with another metric it is made again, of the answers that are there"
+    results_of(tmp_path, 0.1, 0.25)
+    with pytest.raises(ConfigError, match=unknown):
         Results(tmp_path, EvalConfig(metric="accuracy"))
+
+
+def test_a_pass_at_k_that_answers_with_rewards_could_have_is_not_unknown(tmp_path: Path) -> None:
+    options = EvalConfig(n=4, k=(1, 4), temperature=1.0, metric="pass@4")
+    made = Results(tmp_path, options)
+    made.add(Result(0, 1.0, {"eval/reward_mean": 0.5, "eval/sequences": 3.0}))
+    for now in (made.state(), Results(tmp_path, options).state()):
+        assert (now.metric, now.best, now.since_best, now.stops) == ("pass@4", None, 1, "")
+    for other in (replace(options, metric="pass@2"), replace(options, k=(1,))):
+        with pytest.raises(ConfigError, match="is none of what was measured"):
+            Results(tmp_path, other)
+    (tmp_path / "evals.jsonl").unlink()
+    with pytest.raises(ConfigError, match="is none of what was measured"):
+        Results(tmp_path, options).add(Result(0, 1.0, {"eval/f1": 0.5, "eval/sequences": 3.0}))
