@@ -293,7 +293,10 @@ def count_dataset(path: str) -> int:
 
 
 def fingerprint_dataset(path: str) -> str:
-    """Identity of the contents: number of rows, columns, and the rows at the beginning and end."""
+    """Identity of the contents: number of rows, columns, and the rows at the beginning and end.
+
+    It reads no others, so a row that was changed between them leaves it as it is.
+    """
     data = _open_dataset(path)
     ends = [*range(min(_ENDS, len(data))), *range(max(_ENDS, len(data) - _ENDS), len(data))]
     with _readable(path):

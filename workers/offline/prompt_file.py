@@ -12,9 +12,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from hashlib import file_digest
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import DataError
@@ -26,7 +28,6 @@ from sluice.pipeline.prompts.rows import (
     RowImage,
     check_images,
     check_messages,
-    fingerprint_dataset,
     is_dataset,
     is_parquet,
     read_dataset,
@@ -95,7 +96,7 @@ def _given(image: str | RowImage, folder: Path, anywhere: bool) -> bytes | Path 
 class Scan:
     """Results of the first pass."""
 
-    digest: str  # of the contents
+    digest: str  # of every row as it was read
     total: int  # rows, including malformed ones
     malformed: dict[int, Malformed] = field(default_factory=dict)  # by row
     with_image: set[int] = field(default_factory=set)  # rows with images
@@ -121,15 +122,19 @@ class PromptFile:
     def scan(self) -> Scan:
         """Read every row once. Raises DataError."""
         malformed, with_image, total = dict[int, Malformed](), set[int](), 0
+        digest, encode = sha256(), msgspec.msgpack.Encoder().encode
         for number, row in self.rows():
             total = number + 1
             if isinstance(row, Malformed):
                 malformed[number] = row
-            elif row.images:
+                digest.update(encode(ascii(row.problem)))  # its place names the file, which may be moved
+                continue
+            if row.images:
                 with_image.add(number)
+            digest.update(encode(row))
         if total > MAX_ROWS:
             raise DataError(f"{self.name}: {total} rows; the limit is {MAX_ROWS}, so split the file")
-        return Scan(self._digest(), total, malformed, with_image)
+        return Scan(digest.hexdigest(), total, malformed, with_image)
 
     def rows(self) -> Iterator[tuple[int, PromptRow | Malformed]]:
         """(number from 0, row) in file order."""
@@ -142,12 +147,6 @@ class PromptFile:
     def _check(self, row: PromptRow) -> None:
         admit_images(row.each_image(), self.images, "`images`")
         admit_bytes(row.each_image(), self.images)
-
-    def _digest(self) -> str:
-        if self.kind == "datasets":
-            return fingerprint_dataset(self.name)
-        with self.path.open("rb") as stream:
-            return file_digest(stream, "sha256").hexdigest()
 
 
 @contextmanager

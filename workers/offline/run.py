@@ -33,10 +33,10 @@ from sluice.pipeline.terminal import Console, json_line, say
 from sluice.workers.engine.plugins import GenerationPlugin
 from sluice.workers.engine.requests import GenerationRequest
 from sluice.workers.model_files import check_directory
-from sluice.workers.offline.answers import Answer, number_of, row_and_index, write_in_order
+from sluice.workers.offline.answers import Answer, number_of, row_and_index
 from sluice.workers.offline.prompt_file import PromptFile, PromptRow, Scan, open_prompts
 from sluice.workers.offline.settings import GenerateSettings, check_fit, make_plugins
-from sluice.workers.offline.sinks import PartFile, Sink, StdoutSink, Tally
+from sluice.workers.offline.sinks import PartFile, Sink, StdoutSink, Tally, print_line
 
 if TYPE_CHECKING:
     from sluice.workers.engine.generation_engine import GenerationEngine
@@ -104,9 +104,11 @@ def _to_file(decoding: Decoding, identity: dict[str, Any], stdout: IO[bytes]) ->
         raise ConfigError(f"{out} exists; choose another --out, or replace it with --restart")
     if is_parquet(out):
         parquet_module()
+    rows, indices = range(decoding.scan.total), range(settings.n)
     with PartFile(part_path, identity, restart=settings.restart) as part:
         try:
             _answer(decoding, part, stdout)
+            part.finish(out, (number_of(row, index) for row in rows for index in indices))
         except KeyboardInterrupt:
             say(f"interrupted: {_kept(part, decoding)}", file=sys.stderr)
             return INTERRUPTED
@@ -114,9 +116,6 @@ def _to_file(decoding: Decoding, identity: dict[str, Any], stdout: IO[bytes]) ->
             if len(part):
                 say(_kept(part, decoding), file=sys.stderr)
             raise
-        rows, indices = range(decoding.scan.total), range(settings.n)
-        write_in_order(out, part.lines(number_of(row, index) for row in rows for index in indices))
-        part.remove()
     return SOME_ROWS_FAILED if part.tally.errors else 0
 
 
@@ -141,7 +140,7 @@ def _answer(decoding: Decoding, sink: Sink, stdout: IO[bytes]) -> None:
 def _own_stdout() -> Iterator[IO[bytes]]:
     """Reserve standard output for our own writes."""
     sys.stdout.flush()
-    with os.fdopen(os.dup(1), "wb") as mine:
+    with os.fdopen(os.dup(1), "wb", buffering=0) as mine:
         os.dup2(2, 1)
         try:
             yield mine
@@ -357,8 +356,7 @@ class Meter:
                 "seconds": round(self.seconds, 2),
                 "done_before": before,
             }
-            stdout.write(json_line(numbers, SCHEMA))
-            stdout.flush()
+            print_line(stdout, json_line(numbers, SCHEMA))
         for line in tally.failures.lines():
             self.say(line)
         if tally.loops:

@@ -5,7 +5,8 @@ A part file has a header line, then one line per answer.
 - The header records what the run was started with (input, model, options): only the same run can resume it.
 - Only complete lines count. Everything from the first incomplete line on (an interrupted write) is dropped, and those
   sequences are decoded again.
-- A line is handed to the OS as soon as it is appended, and is on disk a second later.
+- A line is handed to the OS as soon as it is appended, and is on disk a second later. Nothing is buffered, so a full
+  disk is an error of the write, never of the close.
 - One process at a time holds the file.
 
 `Failures` explains in a few lines why rows ended in errors: the first error of each kind, and how many are like it.
@@ -19,6 +20,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Annotated, Any, Protocol
@@ -27,7 +29,7 @@ import msgspec
 
 from sluice.pipeline.errors import ConfigError, DataError, MessageError
 from sluice.pipeline.wire.codec import read_json
-from sluice.workers.offline.answers import MAX_N, MAX_ROWS, Answer, number_of
+from sluice.workers.offline.answers import MAX_N, MAX_ROWS, Answer, number_of, write_in_order
 
 _MAX_KINDS = 3
 _MAX_CHARACTERS = 500  # of one error
@@ -35,6 +37,7 @@ _PARTICULAR = re.compile(r"'[^']*'|\"[^\"]*\"|\S*[\d/.]\S*")
 _SYNC_S = 1.0
 _FORMAT = 1
 _MAGIC = b'{"sluice_generate":'
+_DIGESTS = ("input", "model")  # in the header; what they are taken of may change with the version
 
 
 @dataclass
@@ -179,19 +182,19 @@ class Sink(Protocol):
 
 
 class PartFile:
-    """Open it with `with`; it stays on disk unless it is removed or holds no answer."""
+    """Open it with `with`; it stays on disk until `finish`, unless it holds no answer."""
 
     def __init__(self, path: Path, run: dict[str, Any], *, restart: bool = False) -> None:
         """Raises ConfigError for another run's part file, or one that another process is writing."""
         self.path = path
-        # With --restart, it would empty the file again.
-        self.continued_by = "the same command without --restart" if restart else "the same command"
+        self._restart = restart
         self._stream = _locked(path)
         try:
             header = header_line(run)
             if restart:
                 self._stream.truncate(0)
-            kept = recover(self._stream, header, str(path))
+            with open(self._stream.fileno(), "rb", closefd=False) as lines:
+                kept = recover(lines, header, str(path))
             self._places, self._end, self.tally = kept.places, kept.end, kept.tally
             self._stream.truncate(self._end)
             self._stream.seek(self._end)
@@ -210,7 +213,8 @@ class PartFile:
             if not self._places:
                 self.path.unlink(missing_ok=True)
             else:
-                os.fsync(self._stream.fileno())
+                with self._room(self.path):
+                    os.fsync(self._stream.fileno())
         finally:
             self._stream.close()
 
@@ -219,6 +223,11 @@ class PartFile:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    @property
+    def continued_by(self) -> str:
+        """The command that continues; with --restart, it would empty the file again."""
+        return "the same command without --restart" if self._restart and self._places else "the same command"
 
     def append(self, answer: Answer, line: bytes) -> None:
         """Store one answer. Raises DataError if the disk is full."""
@@ -234,26 +243,42 @@ class PartFile:
                 stream.seek(self._places[number])
                 yield stream.readline()
 
-    def remove(self) -> None:
-        """Delete the file once the answers are stored elsewhere."""
+    def finish(self, out: Path, numbers: Iterable[int]) -> None:
+        """Write these answers to `out`, in this order; this file is deleted once it's closed.
+
+        Raises DataError if the disk is full.
+        """
+        with self._room(out):
+            write_in_order(out, self.lines(numbers))
         self._places.clear()
 
     def _write(self, line: bytes) -> None:
-        try:
-            self._stream.write(line)
-            self._stream.flush()
+        with self._room(self.path):
+            _write_all(self._stream, line)
             if time.monotonic() - self._synced >= _SYNC_S:
                 os.fsync(self._stream.fileno())
                 self._synced = time.monotonic()
+        self._end += len(line)
+
+    @contextmanager
+    def _room(self, path: Path) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             do = f"free some space; {self.continued_by} continues"
-            raise DataError(f"{self.path}: {error.strerror}; {do}") from error
-        self._end += len(line)
+            raise DataError(f"{path}: {error.strerror or error}; {do}") from error
+
+
+def _write_all(stream: IO[bytes], data: bytes) -> None:
+    """A disk that is nearly full takes a part, and says so only when it is given the rest. Raises OSError."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(stream.fileno(), left) :]
 
 
 def _locked(path: Path) -> IO[bytes]:
     try:
-        stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror})") from error
     try:
@@ -273,15 +298,28 @@ def _difference(first: bytes, header: bytes, name: str) -> str:
         return f"{name}: not a part file of `sluice generate`; move it away, or replace it with --restart"
     old, new = found.run, read_json(header, _Header, "it").run
     names = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)] or ["the format"]
-    shown = ", ".join(key if key in ("input", "model") else f"{key} ({old.get(key)!r})" for key in names)
+    shown = ", ".join(
+        f"{key} (or version of Sluice)" if key in _DIGESTS else f"{key} ({old.get(key)!r})" for key in names
+    )
     return f"{name} was started with another {shown}; use the original command to continue, or --restart to start over"
+
+
+def print_line(stdout: IO[bytes], line: bytes) -> None:
+    """Raises DataError if standard output is a file on a full disk, BrokenPipeError if its reader has left."""
+    try:
+        _write_all(stdout, line)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        do = "free some space, then run the command again"
+        raise DataError(f"standard output: {error.strerror}; {do}") from error
 
 
 class StdoutSink:
     """Keeps nothing, so a run can't be resumed from it."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
+    def __init__(self, stdout: IO[bytes]) -> None:
+        self._stdout = stdout
         self.tally = Tally()
 
     def __contains__(self, number: int) -> bool:
@@ -291,6 +329,6 @@ class StdoutSink:
         return self.tally.sequences
 
     def append(self, answer: Answer, line: bytes) -> None:
-        self._stream.write(line)
-        self._stream.flush()
+        """Print one answer; raises what `print_line` does."""
+        print_line(self._stdout, line)
         self.tally.count(answer)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import resource
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from sluice.pipeline.errors import ConfigError, DataError
 from sluice.workers.offline.answers import Answer, number_of
-from sluice.workers.offline.sinks import PartFile, header_line, recover
+from sluice.workers.offline.sinks import PartFile, StdoutSink, header_line, recover
 
 RUN = {"input": "abc", "temperature": 0.5, "stop": ["x"]}
 ORDER = [(2, 0), (0, 1), (1, 0), (0, 0), (2, 1), (1, 1)]  # of ending
@@ -113,7 +115,7 @@ def test_an_answer_that_is_there_twice_counts_once() -> None:
     ("first", "words"),
     [
         (header_line({**RUN, "temperature": 1.0}), r"another temperature \(1.0\).*--restart"),
-        (header_line({**RUN, "input": "other"}), "another input; use"),
+        (header_line({**RUN, "input": "other"}), r"another input \(or version of Sluice\); use"),
         (header_line({**RUN, "new": 1}), "another new"),
         (b"my own notes\n", "not a part file"),
         (b"my own notes", "not a part file"),
@@ -138,25 +140,76 @@ def test_one_process_at_a_time_and_an_empty_one_leaves_no_file(tmp_path: Path) -
     assert not path.exists()
 
 
-@pytest.mark.parametrize("ending", [PartFile.remove, lambda part: None], ids=["removed", "kept"])
-def test_it_stays_until_it_is_removed(tmp_path: Path, ending: Callable[[PartFile], None]) -> None:
-    path = tmp_path / "a.part"
+def test_it_stays_until_its_answers_are_in_the_output(tmp_path: Path) -> None:
+    path, out = tmp_path / "a.part", tmp_path / "a.jsonl"
     with PartFile(path, RUN) as part:
         fill(part)
-        ending(part)
-    assert path.exists() == (ending is not PartFile.remove)
+    assert path.exists()
+    with PartFile(path, RUN) as part:
+        part.finish(out, (number_of(*key) for key in sorted(LINES)))
+    assert not path.exists()
+    assert out.read_bytes() == b"".join(LINES[key] for key in sorted(LINES))
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """No file grows beyond it: to a writer, a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(
     ("restart", "command"), [(False, "the same command"), (True, "the same command without --restart")]
 )
 def test_a_full_disk_names_the_command_that_keeps_what_was_stored(tmp_path: Path, restart: bool, command: str) -> None:
-    with PartFile(tmp_path / "a.part", RUN, restart=restart) as part:
-        part.append(ANSWERS[2, 0], LINES[2, 0])
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (part.path.stat().st_size, before[1]))
-        try:
-            with pytest.raises(DataError, match=f"free some space; {command} continues$"):
-                part.append(ANSWERS[0, 1], LINES[0, 1])
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    path, two = tmp_path / "a.part", header_line(RUN) + LINES[2, 0] + LINES[0, 1]
+    with (
+        room_for(len(two) - 1),
+        pytest.raises(DataError, match=f"a.part: File too large; free some space; {command} continues$"),
+        PartFile(path, RUN, restart=restart) as part,
+    ):
+        fill(part)
+    with PartFile(path, RUN) as part:
+        assert (len(part), number_of(2, 0) in part) == (1, True)
+        fill(part)
+        assert [*part.lines(number_of(*key) for key in ORDER)] == [LINES[key] for key in ORDER]
+
+
+def test_a_disk_full_at_the_first_answer_of_a_restart_names_the_command_with_restart(tmp_path: Path) -> None:
+    path = tmp_path / "a.part"
+    with (
+        room_for(len(header_line(RUN)) + 1),
+        pytest.raises(DataError, match=r"free some space; the same command continues$"),
+        PartFile(path, RUN, restart=True) as part,
+    ):
+        fill(part)
+    assert not path.exists(), "without --restart, the old output would be in the way"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_an_output_without_room_names_the_command_and_the_part_file_stays(tmp_path: Path, name: str) -> None:
+    problem = rf"{name}: .*File too large.*; free some space; the same command continues$"
+    with PartFile(tmp_path / "a.part", RUN) as part:
+        fill(part)
+        with room_for(100), pytest.raises(DataError, match=problem):
+            part.finish(tmp_path / name, [number_of(*key) for key in ORDER])
+    assert [path.name for path in tmp_path.iterdir()] == ["a.part"]
+    with PartFile(tmp_path / "a.part", RUN) as part:
+        assert len(part) == 6
+
+
+def test_standard_output_on_a_full_disk_is_an_error_of_ours_and_a_reader_that_left_is_not() -> None:
+    answer, line = ANSWERS[0, 0], LINES[0, 0]
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        sink = StdoutSink(full)
+        with pytest.raises(DataError, match="standard output: No space left on device; free some space"):
+            sink.append(answer, line)
+    assert len(sink) == 0
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb", buffering=0) as left, pytest.raises(BrokenPipeError):
+        StdoutSink(left).append(answer, line)

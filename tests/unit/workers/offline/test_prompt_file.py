@@ -144,6 +144,34 @@ def test_the_first_reading_counts_and_tells_files_apart(tmp_path: Path) -> None:
     assert one.digest != other.digest
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "datasets"])
+def test_the_digest_is_that_of_every_row(tmp_path: Path, kind: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"say {at}" if at != 200 else "", "image": None, "other": at} for at in range(300)]
+
+    def digest_of(name: str, at: int, **columns: Any) -> str:
+        path, changed = tmp_path / name / f"in.{kind}", [*rows[:at], {**rows[at], **columns}, *rows[at + 1 :]]
+        path.parent.mkdir()
+        if kind == "jsonl":
+            path.write_text(
+                "".join(json.dumps(row, default=lambda raw: b64encode(raw).decode()) + "\n" for row in changed)
+            )
+        else:
+            data = datasets.Dataset.from_list(changed).cast_column("image", datasets.Image())
+            data.to_parquet(path) if kind == "parquet" else data.save_to_disk(path)
+        with open_prompts(str(path)) as prompts:
+            scan = prompts.scan()
+        assert scan.total == 300
+        return scan.digest
+
+    first = digest_of("first", 0)
+    assert digest_of("elsewhere", 0) == first, "a malformed row is named by its path, which may change"
+    assert digest_of("ignored", 150, other=-1) == first, "a column that isn't read"
+    others = [digest_of(f"text {at}", at, prompt="another") for at in (0, 100, 150, 200, 299)]
+    others += [digest_of(color, 150, image={"bytes": png(color), "path": None}) for color in ("red", "blue")]
+    assert len({first, *others}) == 8
+
+
 def test_standard_input_is_read_like_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     text = b'{"prompt": "a"}\n{"prompt":\n'
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text)))
