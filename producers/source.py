@@ -22,6 +22,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from sluice.pipeline.broker.scripts.streams import SetSource, SourceField, SourceKeys
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import Config, DataConfig, ImagesConfig
 from sluice.pipeline.errors import ConfigError, DataError, RequestError
 from sluice.pipeline.images.paths import Roots
@@ -40,10 +42,10 @@ from sluice.pipeline.prompts.rows import (
     read_dataset,
 )
 from sluice.pipeline.queue import Credit
-from sluice.pipeline.queue.types import read_cursor
+from sluice.pipeline.queue.types import read_cursor, why_refused
 from sluice.pipeline.run.preflight import FirstRow, RowsFound
 from sluice.pipeline.run.role import Role
-from sluice.pipeline.wire.codec import shown
+from sluice.pipeline.wire.codec import integer_or, shown
 
 _SAMPLE_BYTES = 1 << 20
 _FIRST_IMAGES = 16
@@ -151,19 +153,22 @@ def _is_parquet(config: DataConfig) -> bool:
 
 
 BEFORE_FIRST = "-1:-1"  # the cursor before the first row
+_NO_ROW = (-1, -1)
 
 
 class SourceProgress:
-    """Which data a run reads, how far it got, what it skipped: stored in Redis, owned by the run's one producer."""
+    """Which data a run reads, how far it got, what it skipped: stored in Redis, fenced by the role of its producer."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, owner: Ownership) -> None:
         self._client: Any = role.client
+        self._scripts, self._owner = role.scripts, owner
         self._key, self._config = role.keys.source, role.config
-        self._data, self._malformed = "", 0
+        self._data = ""
+        self._malformed, self._malformed_to = 0, _NO_ROW  # rows, and the last of them
 
     async def open(self, total: int, credit: Credit) -> str:
         """Bind the run to its data and announce the total; returns the cursor of the last job."""
-        held = await cast("Awaitable[dict[bytes, bytes]]", self._client.hgetall(self._key))
+        held = await self._read()
         self._data = await asyncio.to_thread(fingerprint, self._config.data)
         if note := refuse_other_source(self._config, held, self._data):
             get_logger().warning(note, path=self._config.data.path)
@@ -191,28 +196,45 @@ class SourceProgress:
         )
         return BEFORE_FIRST
 
-    def skip(self, row: Malformed) -> None:
-        """Count a malformed row, or raise its DataError if the config says stop."""
+    def skip(self, row: Malformed, epoch: int, number: int) -> None:
+        """Count a malformed row, once in the run, or raise its DataError if the config says stop."""
         if self._config.data.on_malformed == "stop":
             raise row.error()
-        self._malformed += 1
-        get_logger().warning("row skipped", where=row.where, problem=row.problem)
-
-    def rewind(self) -> None:
-        """Restart reading at the first row."""
-        self._malformed = 0
+        if (epoch, number) > self._malformed_to:
+            self._malformed, self._malformed_to = self._malformed + 1, (epoch, number)
+            get_logger().warning("row skipped", where=row.where, problem=row.problem)
 
     async def store_skipped(self) -> None:
-        """Store the count since the first row, so a restart counts no row twice."""
+        """Store the count; call it before rows that follow are enqueued, as a restart reads none before the cursor."""
         if self._malformed:
-            await self._set(malformed=self._malformed)
+            epoch, number = self._malformed_to
+            await self._set(malformed=self._malformed, malformed_to=f"{epoch}:{number}")
+
+    async def rewind(self) -> None:
+        """Go back to the count that the broker has, which lost its newest writes."""
+        await self._read()
 
     async def finish(self, cursor: str) -> None:
-        """Announce that no more rows will come. Each start resets `exhausted`; `cursor` stays as the end."""
-        await self._set(data=self._data, end=cursor, exhausted=1)
+        """Announce that no more rows will come. Each start resets `exhausted`; `cursor` stays as the end.
 
-    async def _set(self, **values: Any) -> None:
-        await cast("Awaitable[int]", self._client.hset(self._key, mapping=values))
+        Raises SourceRewound if the broker has lost what was enqueued up to `cursor`.
+        """
+        await self._set(cursor, data=self._data, end=cursor, exhausted=1)
+
+    async def _read(self) -> dict[bytes, bytes]:
+        """The broker's record, and the count in it; an earlier release's is of the rows up to the cursor."""
+        held = await cast("Awaitable[dict[bytes, bytes]]", self._client.hgetall(self._key))
+        places = (read_cursor(held.get(name, b"")) for name in (b"malformed_to", b"cursor"))
+        self._malformed_to = next((place for place in places if place is not None), _NO_ROW)
+        self._malformed = integer_or(held.get(b"malformed"), 0)
+        return held
+
+    async def _set(self, behind: str = "", /, **values: str | bytes | int) -> None:
+        names = SourceKeys(source=self._key, owner=self._owner.key)
+        fields = [SourceField(name, value) for name, value in values.items()]
+        request = SetSource(nonce=self._owner.nonce, cursor_before=behind, fields=fields)
+        if refused := await self._scripts.ask(names, request):
+            raise await why_refused(self._scripts, self._owner.key, refused)
 
 
 def refuse_other_source(config: Config, held: dict[bytes, bytes], data: str) -> str | None:

@@ -2,6 +2,7 @@
 
 - In a deterministic run each job names the optimiser step that trains it, and the one version that may decode it.
 - It waits until another producer of its run ends, and for credit (freed by the trainer's acks and new versions).
+- Its role fences all that it stores: one that was paused, and comes back late, changes nothing.
 - A restart resumes after the stored cursor; jobs enqueued before answer `duplicate` or `done`, so nothing runs twice.
 - A broker that lost its newest data (a power loss) is behind what was enqueued: the source is read again from the
   broker's position.
@@ -58,9 +59,9 @@ async def produce(config: Config) -> None:
         owner = Ownership(role.client, role.keys, "producer")
         await owner.acquire(deadline_s=_OTHER_S, waiting=role.status.waiting)
         role.spawn(owner.keep())
-        progress = SourceProgress(role)
+        progress = SourceProgress(role, owner)
         cursor = await progress.open(rows * config.data.epochs * config.producer.group_size, _credit(config))
-        async with _intake(role, rows) as intake:
+        async with _intake(role, rows, owner) as intake:
             submitter = Submitter(role, intake, cursor)
             while not role.stop.is_set():
                 try:
@@ -70,7 +71,7 @@ async def produce(config: Config) -> None:
                 except SourceRewound as back:
                     get_logger().warning("reading again: the broker lost its latest writes", behind=back.cursor)
                     submitter.cursor = back.cursor
-                    progress.rewind()
+                    await progress.rewind()
         await owner.release()
 
 
@@ -124,13 +125,13 @@ class Submitter:
 
 
 @contextlib.asynccontextmanager
-async def _intake(role: Role, rows: int) -> AsyncGenerator[Intake]:
+async def _intake(role: Role, rows: int, owner: Ownership) -> AsyncGenerator[Intake]:
     if role.config.rollout.url is None:
-        yield DecodeIntake(role, rows)
+        yield DecodeIntake(role, rows, owner)
         return
     from sluice.producers.rollout_client.intake import rollout_intake
 
-    async with rollout_intake(role) as intake:
+    async with rollout_intake(role, owner) as intake:
         yield intake
 
 
@@ -180,17 +181,17 @@ def _not_trained(config: Config, rows: Iterator[RowItems], intake: Intake) -> It
 def _rows(config: Config, cursor: str, progress: SourceProgress, intake: Intake) -> Iterator[RowItems]:
     writer = ImageWriter.of(config)
     done_epoch, done_row = (int(part) for part in cursor.split(":"))
-    for epoch in range(config.data.epochs):
+    for epoch in range(max(0, done_epoch), config.data.epochs):
         for number, row in enumerate(read_prompts(config)):
             if isinstance(row, Malformed):
-                progress.skip(row)
+                progress.skip(row, epoch, number)
             elif (epoch, number) > (done_epoch, done_row):
                 try:
                     items = intake.items(stored(row, writer), epoch, number)
                 except SourceUnavailable as error:  # says nothing about the row: a restart reads it again
                     raise SourceUnavailable(f"{config.data.path}: row {number + 1}: {error}") from error
                 except RequestError as error:
-                    progress.skip(Malformed(f"{config.data.path}: row {number + 1}", str(error)))
+                    progress.skip(Malformed(f"{config.data.path}: row {number + 1}", str(error)), epoch, number)
                 else:
                     yield items, f"{epoch}:{number}"
 
@@ -234,10 +235,10 @@ class DecodeIntake:
 
     chunk = _CHUNK
 
-    def __init__(self, role: Role, rows: int) -> None:
+    def __init__(self, role: Role, rows: int, owner: Ownership) -> None:
         """`rows`: of one epoch."""
         self._config, self._rows = role.config, rows
-        self.enqueue = JobQueue(role.client, role.keys, partitions=role.config.consumer.count).enqueue
+        self.enqueue = JobQueue(role.client, role.keys, partitions=role.config.consumer.count, producer=owner).enqueue
 
     def items(self, row: Row, epoch: int, number: int) -> list[DecodeJob]:
         """The job covering all members of its group."""

@@ -21,9 +21,9 @@ from tests.factories import decode_job, sequence_result
 
 
 @contextlib.asynccontextmanager
-async def reading(client: Redis, keys: Keys) -> AsyncGenerator[Replies]:
-    """A process that asks."""
-    replies = Replies(client, keys)
+async def reading(client: Redis, keys: Keys, replies: Replies | None = None) -> AsyncGenerator[Replies]:
+    """A process that asks; the one given starts to read only now."""
+    replies = replies or Replies(client, keys)
     running = asyncio.create_task(replies.run())
     try:
         yield replies

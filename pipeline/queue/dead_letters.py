@@ -277,8 +277,8 @@ def _names(rows: list[Row]) -> list[str]:
 SCHEMA = 1
 REASONS = (
     "expired", "failed", "images_unavailable", "invalid_request", "malformed_arguments", "malformed_envelope",
-    "malformed_payload", "max_tries", "payload_missing", "stale", "unknown_function", "unknown_schema", "version_gone",
-    "weights_unavailable", "worker_deaths",
+    "malformed_id", "malformed_payload", "max_tries", "payload_missing", "stale", "taken_by_foreign_worker",
+    "unknown_function", "unknown_schema", "version_gone", "weights_unavailable", "worker_deaths",
 )  # fmt: skip
 HEX_BYTES = 64
 T = TypeVar("T")

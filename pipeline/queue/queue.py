@@ -20,6 +20,7 @@ from sluice.pipeline.broker.connection import is_cluster
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts import jobs as scripts
 from sluice.pipeline.broker.scripts.library import Request
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.envelope import arq_payload, call_payload, read_envelope
@@ -34,7 +35,7 @@ from sluice.pipeline.queue.types import (
     Finished,
     Outcome,
     Piece,
-    SourceRewound,
+    why_refused,
 )
 from sluice.pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys, tagged
 from sluice.pipeline.wire.messages import DecodeJob, Progress, decode, encode
@@ -47,12 +48,22 @@ _TRACEBACK_CHARS = 8000
 
 
 class JobQueue:
-    """The queue as seen by one process; `owner` is this process's nonce."""
+    """The queue as seen by one process; `owner` is this process's nonce.
+
+    `producer`: the role of the run's producer, which this process has; it fences every enqueue.
+    """
 
     def __init__(
-        self, client: Redis, keys: Keys, *, partitions: int = 1, worker: str = "", keep_result_s: float = 3600.0
+        self,
+        client: Redis,
+        keys: Keys,
+        *,
+        partitions: int = 1,
+        worker: str = "",
+        keep_result_s: float = 3600.0,
+        producer: Ownership | None = None,
     ) -> None:
-        self._scripts = Scripts(client)
+        self._scripts, self._producer = Scripts(client), producer
         self.keys, self.worker = keys, worker
         self.owner = secrets.token_hex(8)
         self._num_claims, self._latest = 0, b""
@@ -66,7 +77,7 @@ class JobQueue:
         """Admit jobs in order; after the first `over_credit`, all that follow are `over_credit` too.
 
         `cursors[i]` is stored as the source's position once job i is in the queue. Raises SourceRewound if the
-        stored position is before `behind`.
+        stored position is before `behind`, and as `why_fenced` if the producer's role is lost; nothing is done then.
         """
         now_ms = int(time.time() * 1000)
         rows = [
@@ -284,9 +295,12 @@ class JobQueue:
         """
         return await self._ask(scripts.Abort(ids=list(job_ids))) if job_ids else 0
 
-    async def forget(self, job_id: str, n: int = 1) -> None:
-        """Remove the replies and remaining traces of an ended job, so its id may be enqueued again."""
-        await self._ask(scripts.Forget(id=job_id, n=n))
+    async def forget(self, job_id: str, n: int = 1, mailbox: str = "") -> list[bytes]:
+        """Remove the replies and remaining traces of an ended job, so its id may be enqueued again.
+
+        Returns what that empties of `mailbox`; its owner hears those words now, as some may be of this job.
+        """
+        return await self._ask(scripts.Forget(id=job_id, n=n, mailbox=mailbox))
 
     async def stand_down(self, leaving_s: float) -> None:
         """This worker was told to stop: others look for work; if it is killed within `leaving_s`, no job is blamed.
@@ -333,11 +347,12 @@ class JobQueue:
             samples_per_version=credit.samples_per_version,
             max_staleness=credit.max_staleness,
             cursor_before=behind,
+            nonce=self._producer.nonce if self._producer else "",
             jobs=rows,
         )
         enqueued = await self._ask(request)
-        if enqueued.rewound_to is not None:
-            raise SourceRewound(enqueued.rewound_to)
+        if enqueued.refused is not None:
+            raise await why_refused(self._scripts, self.names.producer, enqueued.refused)
         return enqueued.outcomes
 
     async def _ask(self, request: Request[A]) -> A:
@@ -374,6 +389,7 @@ def _names(client: Redis, keys: Keys, partitions: int, keep_ms: int) -> scripts.
         watch=keys.watch,
         sweep=keys.sweep,
         evaluated=keys.evaluated,
+        producer=f"{keys.owner}producer",
         prefixes=prefixes,
     )
 

@@ -48,6 +48,7 @@ class Replies:
         self._mailbox = f"{keys.replies}mailbox:{self.name}"
         self._open: dict[str, list[Expected]] = {}  # by job
         self._is_some = asyncio.Event()  # somebody waits
+        self._taking = asyncio.Lock()  # words are heard in the order in which they are taken out of the mailbox
         timeout_s = self._client.connection_pool.connection_kwargs.get("socket_timeout")
         self._block_s = min(_BLOCK_S, timeout_s / 2) if timeout_s else _BLOCK_S
 
@@ -89,8 +90,12 @@ class Replies:
         return found == request.encode()
 
     async def forget(self, job_id: str, n: int = 1) -> None:
-        """Remove an answer that was read; the id of the job, which has ended, is free again."""
-        await self._queue.forget(job_id, n)
+        """Remove an answer that was read; the id of the job, which has ended, is free again.
+
+        An answer may be read before its words in the mailbox: they are heard here, or they'd be taken for the next one.
+        """
+        async with self._taking:
+            await self._hear(await self._queue.forget(job_id, n, self.name))
 
     async def _let_answers_out(self) -> None:
         """Where nobody waits any more: asking for the next word would delay the caller who has just got an answer."""
@@ -108,13 +113,17 @@ class Replies:
         over = self._told(first[1])
         if not over and len(self._open) < 2:  # an idle process's only answer: more words would be for nobody
             return
-        pipe = self._client.pipeline(transaction=False)
-        pipe.lpop(self._mailbox, _MOST_WORDS)
-        if over:
-            pipe.mget([self._keys.replies + one.seq_id for _, one in over])
-        more, *stored = cast("list[Any]", await pipe.execute())
-        self._take(over, stored[0] if over else ())
-        if over := [found for word in more or () for found in self._told(word)]:
+        async with self._taking:
+            pipe = self._client.pipeline(transaction=False)
+            pipe.lpop(self._mailbox, _MOST_WORDS)
+            if over:
+                pipe.mget([self._keys.replies + one.seq_id for _, one in over])
+            more, *stored = cast("list[Any]", await pipe.execute())
+            self._take(over, stored[0] if over else ())
+            await self._hear(more or ())
+
+    async def _hear(self, words: Sequence[bytes]) -> None:
+        if over := [found for word in words for found in self._told(word)]:
             self._take(over, await self._client.mget([self._keys.replies + one.seq_id for _, one in over]))
 
     def _told(self, word: bytes) -> list[tuple[Expected, Awaited]]:

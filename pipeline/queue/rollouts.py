@@ -34,9 +34,10 @@ from sluice.pipeline.broker.scripts.rollouts import (
     RolloutNames,
     SweepRollouts,
 )
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import MessageError, UnknownSchema
-from sluice.pipeline.queue.types import NO_LIMIT, Credit, Outcome, SourceRewound
+from sluice.pipeline.queue.types import NO_LIMIT, Credit, Outcome, why_refused
 from sluice.pipeline.wire.codec import Unreadable, integer, integer_or, shown
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import RolloutHead, SequenceResult, Turn, decode, encode
@@ -96,11 +97,20 @@ class SeenRollouts:
 
 
 class Rollouts:
-    """The rollouts of one run; one without a call for `ttl_s` is abandoned."""
+    """The rollouts of one run; one without a call for `ttl_s` is abandoned. `producer`: as in JobQueue."""
 
-    def __init__(self, client: Redis, keys: Keys, *, partitions: int, ttl_s: float, keep_s: float = 3600.0) -> None:
+    def __init__(
+        self,
+        client: Redis,
+        keys: Keys,
+        *,
+        partitions: int,
+        ttl_s: float,
+        keep_s: float = 3600.0,
+        producer: Ownership | None = None,
+    ) -> None:
         self._client: Any = client
-        self._keys, self._scripts = keys, Scripts(client)
+        self._keys, self._scripts, self._producer = keys, Scripts(client), producer
         self._partitions, self._ttl_s = partitions, ttl_s
         self._seen = SeenRollouts(_SEEN_BYTES)
         self.unreadable = Unreadable()
@@ -111,15 +121,17 @@ class Rollouts:
             open=keys.rollouts,
             evaluated=keys.evaluated,
             open_evaluated=keys.evaluated_rollouts,
+            producer=f"{keys.owner}producer",
             rollout_of=keys.rollout,
             ttl_ms=int(ttl_s * 1000),
             keep_ms=int(keep_s * 1000),
         )
 
     @classmethod
-    def of(cls, client: Redis, keys: Keys, config: Config) -> Rollouts:
+    def of(cls, client: Redis, keys: Keys, config: Config, producer: Ownership | None = None) -> Rollouts:
         """As this run's processes read and write them."""
-        return cls(client, keys, partitions=config.consumer.count, ttl_s=config.gateway.rollout_ttl_s)
+        ttl_s = config.gateway.rollout_ttl_s
+        return cls(client, keys, partitions=config.consumer.count, ttl_s=ttl_s, producer=producer)
 
     async def open(
         self, heads: Sequence[RolloutHead], credit: Credit = NO_LIMIT, cursors: Sequence[str] = (), *, behind: str = ""
@@ -127,7 +139,7 @@ class Rollouts:
         """Open rollouts in order; after the first `over_credit`, all that follow are `over_credit` too.
 
         `duplicate`: already open; `done`: closed a short while ago. `cursors[i]` is stored as the source's
-        position once rollout i is open. Raises SourceRewound if the stored position is before `behind`.
+        position once rollout i is open. Raises the same as JobQueue.enqueue.
         """
         rows = [
             NewRollout(
@@ -148,11 +160,12 @@ class Rollouts:
             samples_per_version=credit.samples_per_version,
             max_staleness=credit.max_staleness,
             cursor_before=behind,
+            nonce=self._producer.nonce if self._producer else "",
             rollouts=rows,
         )
         opened = await self._scripts.ask(self._names, request)
-        if opened.rewound_to is not None:
-            raise SourceRewound(opened.rewound_to)
+        if opened.refused is not None:
+            raise await why_refused(self._scripts, self._names.producer, opened.refused)
         return opened.outcomes
 
     async def load(self, rollout_id: str) -> Rollout | None:

@@ -9,7 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.jobs import Outcome as Outcome
+from sluice.pipeline.broker.scripts.streams import Refused
+from sluice.pipeline.broker.streams import why_fenced
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.wire.codec import integer_or
 from sluice.pipeline.wire.keys import tagged
@@ -25,6 +28,11 @@ class SourceRewound(SluiceError):
     def __init__(self, cursor: str) -> None:
         super().__init__(f"the broker went back to source position {cursor}")
         self.cursor = cursor
+
+
+async def why_refused(scripts: Scripts, owner_key: str, refused: Refused) -> SluiceError:
+    """The error for a producer: as `why_fenced`, or SourceRewound."""
+    return SourceRewound(refused.cursor) if refused.word == "rewound" else await why_fenced(scripts, owner_key)
 
 
 def read_cursor(raw: bytes) -> tuple[int, int] | None:

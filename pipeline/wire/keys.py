@@ -112,8 +112,10 @@ class Keys:
         self.evaluation = f"{self.prefix}evaluation"  # string: JSON, how far the evaluation of versions is
         self.versions = f"{self.prefix}versions"  # hash: version → WeightVersion
         self.latest = f"{self.prefix}latest"  # string: newest version
-        self.source = f"{self.prefix}source"  # hash: data, path, cursor, total, malformed, exhausted, end
-        self.processes = f"{self.prefix}processes"  # hash: role:name → JSON heartbeat
+        # hash: data, path, total, cursor (newest row enqueued), end (the last), exhausted, malformed (rows skipped),
+        # malformed_to (the last of them), the credit's max_in_flight, max_bytes, per_version, staleness, group
+        self.source = f"{self.prefix}source"
+        self.processes = f"{self.prefix}processes"  # hash: name of a process → JSON heartbeat
         self.score_jobs = f"{self.prefix}score:jobs"  # stream of ScoreJobs, group SCORE_GROUP
         self.score_answers = f"{self.prefix}score:answers:"  # + the trainer's nonce → list of ScoreResults, expires
         # + job id + : + index → the SequenceResult or DeadLetter that its caller has not read yet, expires;

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import Config, ImagesConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.paths import Roots
@@ -92,11 +93,11 @@ async def evaluated_rollouts(role: Role, rollouts: Rollouts) -> AsyncGenerator[D
 
 
 @contextlib.asynccontextmanager
-async def rollout_intake(role: Role) -> AsyncGenerator[RolloutIntake]:
+async def rollout_intake(role: Role, owner: Ownership) -> AsyncGenerator[RolloutIntake]:
     """Waits for the peers, requests what an earlier producer left open or the broker opens again by losing its newest
     writes, and leaves open rollouts open at the end.
     """
-    rollouts = Rollouts.of(role.client, role.keys, role.config)
+    rollouts = Rollouts.of(role.client, role.keys, role.config, producer=owner)
     async with _dispatcher(role, rollouts) as (dispatcher, is_up):
         if is_up:
             await dispatcher.ask_lost()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,12 @@ async def test_a_clock_that_is_late_makes_nobody_dead(client: Any, keys: Keys, m
         await asyncio.sleep(0.02)
     with pytest.raises(ConfigError, match=r"consumer.count is 1 there and 2 here.*\(late\)"):
         await asks
+
+
+async def test_who_died_before_the_clock_was_set_back_is_not_waited_for(client: Any, keys: Keys, made: Any) -> None:
+    await take_part(client, made(), "dead")
+    await left_behind(client, keys, "dead", at=time.time() + 3600)
+    await take_part(client, made(consumer={"count": 2}), "new", still_s=0.2)
 
 
 async def test_who_said_that_it_ended_is_not_waited_for(client: Any, keys: Keys, made: Any) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from sluice.pipeline.broker.streams import Ownership
+from sluice.pipeline.errors import LeaseLost
 from sluice.pipeline.queue import Call, Credit, Finished, JobQueue, arq_payload, arq_serializer
 from sluice.pipeline.queue.envelope import arq_pool
 from sluice.pipeline.status.snapshot import snapshot
@@ -58,6 +60,27 @@ async def test_credit_limits_in_flight_and_staleness(client: Redis, keys: Keys) 
     assert await queue.enqueue(jobs[4:], stale) == ["over_credit", "over_credit"]
     await raw.hincrby(keys.counts, "trained", 4)
     assert await queue.enqueue(jobs[4:], stale) == ["enqueued", "enqueued"]
+
+
+async def test_a_producer_that_comes_back_late_enqueues_nothing_and_moves_no_position(
+    client: Redis, keys: Keys
+) -> None:
+    late, successor = Ownership(client, keys, "producer"), Ownership(client, keys, "producer")
+    jobs, cursors = [decode_job(f"{keys.run}:{i}") for i in range(4)], [f"0:{i}" for i in range(4)]
+    first, second = (JobQueue(client, keys, producer=owner) for owner in (late, successor))
+    assert await late.try_acquire()
+    assert await first.enqueue(jobs[:1], PLENTY, cursors[:1]) == ["enqueued"]
+    await client.delete(late.key)  # paused for longer than its claim lasts
+    assert await first.enqueue(jobs[1:2], PLENTY, cursors[1:2], behind="0:0") == ["enqueued"], "nobody took over"
+    assert await successor.try_acquire()
+    assert await second.enqueue(jobs[:3], PLENTY, cursors[:3]) == ["duplicate", "duplicate", "enqueued"]
+    for index in (1, 3):
+        with pytest.raises(LeaseLost, match="producer"):
+            await first.enqueue(jobs[index:], PLENTY, cursors[index:], behind="0:1")
+    raw: Any = client
+    assert await raw.hget(keys.source, "cursor") == b"0:2"
+    assert (await snapshot(client, keys)).enqueued == 3
+    assert await enqueue(queue_of(client, keys), "another program's") == ["enqueued"]
 
 
 async def test_an_over_credit_job_stops_the_ones_behind_it(client: Redis, keys: Keys) -> None:

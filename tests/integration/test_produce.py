@@ -12,16 +12,18 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, PreflightConfig
-from sluice.pipeline.errors import ConfigError, DataError, first_cause
-from sluice.pipeline.queue import Claim, Finished, JobQueue
+from sluice.pipeline.errors import ConfigError, DataError, LeaseLost, first_cause
+from sluice.pipeline.queue import NO_LIMIT, Claim, Finished, JobQueue
 from sluice.pipeline.queue.trained import LEDGER, TrainedIds
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
-from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.keys import ARQ_JOB, Keys
+from sluice.producers.source import SourceProgress
 from sluice.producers.submit import produce
 from tests.deadlines import HANG_S
 from tests.factories import sequence_result
-from tests.roles import eventually, run_config
+from tests.roles import eventually, role_of, run_config
 
 
 def config_of(
@@ -242,6 +244,64 @@ async def test_a_second_producer_waits_until_the_first_has_ended(
         await client.hincrby(keys.counts, "trained", 4)
         await asyncio.gather(first, second)
     assert (await snapshot(client, keys)).enqueued == 4
+
+
+async def test_one_that_lost_its_role_meanwhile_enqueues_nothing_more(
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
+) -> None:
+    config = config_of(broker_config, keys, tmp_path, [row(i) for i in range(6)], wide=2)
+    late = asyncio.create_task(produce(config))
+    await is_full(client, keys, 2)
+    both = client.pipeline(transaction=True)
+    both.set(f"{keys.owner}producer", "its successor's")
+    both.hincrby(keys.counts, "trained", 2)
+    await both.execute()
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(late, HANG_S)
+    assert isinstance(first_cause(caught.value), LeaseLost)
+    assert (await snapshot(client, keys)).enqueued == 2
+    assert await client.hget(keys.source, "cursor") == b"0:1"
+
+
+async def test_one_that_lost_its_role_stores_nothing_of_its_source(
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
+) -> None:
+    config = config_of(broker_config, keys, tmp_path, [row(0)])
+    async with role_of(config, "producer", "late") as role:
+        owner = Ownership(client, keys, "producer")
+        await owner.try_acquire()
+        progress = SourceProgress(role, owner)
+        cursor = await progress.open(1, NO_LIMIT)
+        await client.set(owner.key, "its successor's")
+        for late in (progress.finish(cursor), progress.open(2, NO_LIMIT)):
+            with pytest.raises(LeaseLost):
+                await late
+    now = await snapshot(client, keys)
+    assert (now.total, now.exhausted) == (1, False)
+
+
+async def test_rows_that_the_broker_loses_before_it_is_told_of_the_end_are_read_again(
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [row(0), "{bad", row(1), row(2)]
+    config, ends = config_of(broker_config, keys, tmp_path, lines, on_malformed="skip"), list[str]()
+    finish = SourceProgress.finish
+
+    async def after_a_loss(progress: SourceProgress, cursor: str) -> None:
+        ends.append(cursor)
+        if len(ends) == 1:
+            newest = (await client.zrange(keys.jobs, -1, -1))[0].decode()
+            await client.zrem(keys.jobs, newest)
+            await client.delete(ARQ_JOB + newest, keys.job_state + newest)
+            await client.hincrby(keys.counts, "enqueued", -1)
+            await client.hset(keys.source, "cursor", "0:2")
+        await finish(progress, cursor)
+
+    monkeypatch.setattr(SourceProgress, "finish", after_a_loss)
+    await asyncio.wait_for(produce(config), HANG_S)
+    now = await snapshot(client, keys)
+    assert (now.enqueued, now.malformed_rows, now.exhausted, ends) == (3, 1, True, ["0:3", "0:3"])
+    assert sorted(claim.job.truth for claim in await queued(client, keys) if claim.job) == [0, 1, 2]
 
 
 async def test_rows_that_are_trained_are_not_enqueued_again_by_a_broker_without_data(

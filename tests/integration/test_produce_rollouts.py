@@ -131,6 +131,22 @@ async def test_a_row_whose_image_cannot_be_read_is_malformed_and_the_others_are_
     assert [body["metadata"]["row"] for body in far.posted] == ['"a.png"', '"a.png?"']
 
 
+async def test_skipped_rows_are_counted_once_whatever_refused_them_and_however_often_it_starts(
+    make_config: MakeConfig, state: Look, tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    config = show(await make_config(), tmp_path, "a.png", "gone.png", "a.png?")
+    (tmp_path / "a.png?").write_bytes(png("blue"))
+    config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, epochs=2))
+    lines, counted = Path(config.data.path).read_text(), list[int]()
+    Path(config.data.path).write_text(f"{{bad\n{lines}")
+    for _ in range(3):
+        await asyncio.wait_for(produce(config), HANG_S)
+        counted.append((await state()).malformed_rows)
+    assert counted == [4, 4, 4]
+    assert (await state()).committed == 4
+
+
 async def test_a_row_whose_image_cannot_be_read_stops_a_run_that_skips_none_and_is_named(
     make_config: MakeConfig, state: Look, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from sluice.pipeline.queue.dead_letters import DeadLetters, Selection
 from sluice.pipeline.queue.replies import Replies
 from sluice.pipeline.wire.keys import ARQ_JOB, Keys
 from sluice.pipeline.wire.messages import DeadLetter, SequenceResult
-from tests.asking import Asked, answer, reading
+from tests.asking import Asked, answer, events, reading
 from tests.factories import decode_job
 from tests.killable_broker import KillableBroker
 from tests.roles import eventually
@@ -115,6 +115,35 @@ async def test_what_was_forgotten_may_be_asked_again(asked: Asked, replies: Repl
     await replies.forget(job.job_id)
     assert await asked.client.keys(asked.keys.replies + job.job_id + "*") == []
     assert await asked.enqueue(job) == "enqueued"
+
+
+async def test_what_the_mailbox_says_of_a_forgotten_job_is_no_answer_to_the_next_one(
+    asked: Asked, client: Redis, keys: Keys
+) -> None:
+    """A caller can learn of an end from the store, before the mailbox is read."""
+    replies = Replies(client, keys)
+    job, other = asked.job("a", replies, stream_every=1), asked.job("b", replies)
+    with replies.expect(other.job_id) as unharmed:
+        await asked.enqueue(job)
+        await asked.store(await asked.claim(), 0, 50, 51)
+        await asked.queue.cancel([job.job_id])
+        await asked.queue.claim(0, 30, 3)
+        with replies.expect(job.job_id) as expected:
+            [end] = await answer(expected)
+        assert isinstance(end, DeadLetter)
+        await asked.enqueue(other)
+        await asked.commit(await asked.claim())
+        await replies.forget(job.job_id)
+        assert not unharmed.missing(), "what is heard with it is its caller's as ever"
+        with replies.expect(job.job_id) as again:
+            assert await asked.enqueue(job) == "enqueued"
+            again.is_asked = True  # as the gateway says: its answer can't exist yet
+            await asked.commit(await asked.claim())
+            async with reading(client, keys, replies):
+                tokens, [result] = await events(again)
+    assert isinstance(result, SequenceResult)
+    assert tokens == list(result.token_ids)
+    await asked.assert_balanced(replied=3, enqueued=0)
 
 
 async def test_a_job_that_the_broker_lost_can_be_enqueued_again(asked: Asked, replies: Replies) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from sluice.pipeline.errors import MessageError
+from sluice.pipeline.broker.streams import Ownership
+from sluice.pipeline.errors import LeaseLost, MessageError
 from sluice.pipeline.queue import Credit, SourceRewound
 from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, SeenRollouts
 from sluice.pipeline.status.snapshot import snapshot
@@ -271,6 +272,22 @@ async def test_credit_and_the_sources_position_are_those_of_jobs(client: Any, ke
         await rollouts.open([head("r9")], credit, ["0:9"], behind="0:8")
     assert rewound.value.cursor == "0:3"
     assert await rollouts.load("r9") is None
+
+
+async def test_a_producer_that_comes_back_late_opens_nothing_and_moves_no_position(client: Any, keys: Keys) -> None:
+    late, successor = Ownership(client, keys, "producer"), Ownership(client, keys, "producer")
+    first, second = (Rollouts(client, keys, partitions=1, ttl_s=600, producer=owner) for owner in (late, successor))
+    credit, heads, cursors = Credit(100, 100, 1), [head(f"r{index}") for index in range(3)], ["0:0", "0:1", "0:2"]
+    assert await late.try_acquire()
+    assert await first.open(heads[:1], credit, cursors[:1]) == ["enqueued"]
+    await client.delete(late.key)  # paused for longer than its claim lasts
+    assert await successor.try_acquire()
+    assert await second.open(heads[:2], credit, cursors[:2]) == ["duplicate", "enqueued"]
+    for index in (0, 2):
+        with pytest.raises(LeaseLost, match="producer"):
+            await first.open(heads[index:], credit, cursors[index:], behind="0:0")
+    assert await client.hget(keys.source, "cursor") == b"0:1"
+    assert (await counts(client, keys))["enqueued"] == 2
 
 
 async def test_open_rollouts_hold_bytes_of_the_credit(rollouts: Rollouts) -> None:

@@ -9,6 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.streams import Read, StreamKeys
 from sluice.pipeline.broker.streams import Ownership, StreamReader, ack_batches, batch_reader, hand_off, result_reader
 from sluice.pipeline.errors import DeadlineExceeded, LeaseLost
 from sluice.pipeline.queue import Credit, JobQueue
@@ -73,6 +74,32 @@ async def test_takeover_skips_entries_that_were_deleted(client: Redis, keys: Key
     await client.xdel(first.stream, taken[1].entry_id)
     found = await result_reader(client, keys, 0, "second").open()
     assert [entry.entry_id for entry in found] == [taken[0].entry_id, taken[2].entry_id]
+
+
+async def test_an_entry_that_was_deleted_before_its_reader_saw_it_is_skipped(client: Redis, keys: Keys) -> None:
+    await fill(client, keys, 4)
+    reader = result_reader(client, keys, 0, "c")
+    await reader.open()
+    lost = Read(nonce="", group=reader.group, reader=reader.name, count=3, last_seen="0-0")  # its answer never arrives
+    await Scripts(client).ask(StreamKeys(stream=reader.stream, owner=None), lost)
+    ids = [entry_id.decode() for entry_id, _ in await client.xrange(reader.stream)]
+    await client.xdel(reader.stream, ids[1])
+    found = [entry.entry_id for entry in await reader.read(9, block_ms=10)]
+    found += [entry.entry_id for entry in await reader.read(9, block_ms=10)]
+    assert found == [ids[0], ids[2], ids[3]]
+    assert (await cast(Any, client).xpending(reader.stream, reader.group))["pending"] == 3
+
+
+async def test_a_reader_goes_on_when_the_newest_entry_of_the_one_before_was_deleted(client: Redis, keys: Keys) -> None:
+    """Redis 6.2 leaves it to the group at the takeover, and gives it out without fields."""
+    await fill(client, keys, 3)
+    first, second = (result_reader(client, keys, 0, name) for name in ("first", "second"))
+    await first.open()
+    taken = await first.read(2, block_ms=10)
+    await client.xdel(first.stream, taken[1].entry_id)
+    assert [entry.entry_id for entry in await second.open()] == [taken[0].entry_id]
+    assert len(await second.read(9, block_ms=10)) == 1
+    assert (await cast(Any, client).xpending(first.stream, first.group))["pending"] == 2
 
 
 async def test_hand_off_moves_whole_and_once(client: Redis, keys: Keys) -> None:

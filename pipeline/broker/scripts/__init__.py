@@ -7,7 +7,7 @@
 |----------|------------------------------------------------------------------------------------------|
 | library  | finding and calling a script, its answer; constants that Python and Lua share            |
 | jobs     | the job queue: enqueue, claim, settle, commit, checkpoint, release, fail, renew, replay … |
-| streams  | roles, result and batch streams, weight versions, the run's contract                     |
+| streams  | roles, the source, result and batch streams, weight versions, the run's contract         |
 | rollouts | agent rollouts: open, add, publish, drop, sweep                                          |
 | scores   | score jobs: put, take, renew, answer                                                     |
 

@@ -17,7 +17,7 @@ local function others()
       local takes_part = not string.find(ARGV[6], ',' .. tostring(row.role) .. ',', 1, true)
       local has_ended = row.ended_at and row.ended_at ~= cjson.null
       if takes_part and not has_ended then
-        if age_ms < tonumber(ARGV[4]) then
+        if math.abs(age_ms) < tonumber(ARGV[4]) then -- the clock may have been set back since
           found[#found + 1] = rows[i]
         else
           stale[#stale + 1] = rows[i] .. ' ' .. string.format('%.17g', row.at)

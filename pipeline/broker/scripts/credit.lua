@@ -1,21 +1,5 @@
 -- How far enqueueing may run ahead; every key is an argument.
 
--- whether one "epoch:row" is before another
-local function behind(cursor, other)
-  local a, b = string.match(cursor, '^(-?%d+):(-?%d+)$')
-  local c, d = string.match(other, '^(-?%d+):(-?%d+)$')
-  a, b, c, d = tonumber(a), tonumber(b), tonumber(c), tonumber(d)
-  return a and c and (a < c or (a == c and b < d))
-end
-
--- The stored position if the broker lost its newest part and the source must be read again from there; else nil.
--- before: the position the caller knows to be stored, '' = none
-local function rewound(source, before)
-  if before == '' then return nil end
-  local stored = redis.call('HGET', source, 'cursor') or '-1:-1'
-  if behind(stored, before) then return stored end
-end
-
 -- Current usage, and the limits (max_in_flight 0 = none); see admits.
 local function credit_of(counts, max_in_flight, max_bytes, per_version, staleness)
   local c = redis.call('HMGET', counts, 'enqueued', 'trained', 'dead', 'dropped', 'bytes', 'stepped', 'stepped_bytes')

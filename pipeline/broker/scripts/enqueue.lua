@@ -1,21 +1,21 @@
--- needs: names line prefix reply admit credit
+-- needs: names line prefix reply admit credit owns cursor
 -- Admit jobs in order until the credit is used up.
 -- ARGV max_in_flight max_bytes samples_per_version max_staleness cursor_before('' = none)
+--      nonce(of the producer; '' = anybody may enqueue)
 --      then per job: id payload n priority defer_ms deadline_ms(0 = none) cursor('' = none) call('' = decode)
 --      mailbox('' = none) prefix('' = none: prefix.lua)
--- Returns per job: enqueued | duplicate | done | over_credit; or {rewound, cursor}: the broker lost its newest part,
--- and the source must be read again from there.
+-- Returns per job: enqueued | duplicate | done | over_credit; or a refusal: cursor.lua
 local PER_JOB = 10
-local stored = rewound(source, ARGV[FIRST + 4])
-if stored then return { 'rewound', stored } end
+local refusal = refused(source, producer, ARGV[FIRST + 5], ARGV[FIRST + 4])
+if refusal then return refusal end
 
 local credit = credit_of(counts, tonumber(ARGV[FIRST]), tonumber(ARGV[FIRST + 1]), tonumber(ARGV[FIRST + 2]),
   tonumber(ARGV[FIRST + 3]))
-local now, total = now_ms(), (#ARGV - FIRST - 4) / PER_JOB
+local now, total = now_ms(), (#ARGV - FIRST - 5) / PER_JOB
 local out, full, cursor, evaluating, others = {}, false, '', 0, false
 come_due(jobs, now) -- jobs that came earlier go first
 for k = 1, total do
-  local i = FIRST + 5 + (k - 1) * PER_JOB
+  local i = FIRST + 6 + (k - 1) * PER_JOB
   local id, payload, n = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
   local outcome = full and 'over_credit' or known(id)
   if not outcome and not admits(credit, n, #payload) then

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 import msgspec
 
 from sluice.pipeline.broker.scripts.library import IntRequest, Names, Request, WordRequest, WordsRequest, words
+from sluice.pipeline.broker.scripts.streams import Refused
 
 Outcome = Literal["enqueued", "duplicate", "done", "over_credit"]
 """duplicate: under way under this id; done: ended under this id a short while ago; over_credit: nothing was stored."""
@@ -45,6 +46,7 @@ class JobNames(Names, frozen=True, kw_only=True):
     watch: str
     sweep: str
     evaluated: str
+    producer: str  # its owner's key
     prefixes: JobPrefixes
 
     def keys(self) -> list[str]:
@@ -72,10 +74,10 @@ class NewJob(NamedTuple):
 
 
 class Enqueued(NamedTuple):
-    """`rewound_to`: nothing was done; the source must be read again from this position."""
+    """What enqueueing came to; nothing was done if it was refused."""
 
     outcomes: list[Outcome]
-    rewound_to: str | None = None
+    refused: Refused | None = None
 
 
 class Enqueue(Request[Enqueued], frozen=True, kw_only=True):
@@ -87,19 +89,19 @@ class Enqueue(Request[Enqueued], frozen=True, kw_only=True):
     samples_per_version: int
     max_staleness: int
     cursor_before: str  # '' = none
+    nonce: str  # of the run's producer; '' = anybody may enqueue
     jobs: list[NewJob]
 
     def answer(self, raw: Any) -> Enqueued:
-        """An outcome for each job, or the source's position now."""
+        """An outcome for each job, or a refusal."""
         return enqueued(raw)
 
 
 def enqueued(raw: Any) -> Enqueued:
     """The answer of enqueue.lua and rollout_open.lua."""
     said = words(raw)
-    if said and said[0] == "rewound":
-        return Enqueued([], said[1])
-    return Enqueued(cast("list[Outcome]", said))
+    refused = Refused.read(said)
+    return Enqueued([], refused) if refused else Enqueued(cast("list[Outcome]", said))
 
 
 class LeasedJob(NamedTuple):
@@ -287,12 +289,17 @@ class Abort(IntRequest, frozen=True, kw_only=True):
     ids: list[str]
 
 
-class Forget(IntRequest, frozen=True, kw_only=True):
-    """Remove the replies of an ended job."""
+class Forget(Request[list[bytes]], frozen=True, kw_only=True):
+    """Remove the replies of an ended job; returns what is taken out of the mailbox."""
 
     script: ClassVar[str] = "forget"
     id: str
     n: int
+    mailbox: str  # '' = none
+
+    def answer(self, raw: Any) -> list[bytes]:
+        """In the order in which it arrived."""
+        return raw
 
 
 class StandDown(Request[None], frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 -- The arguments every script of the job queue gets first (JobNames in jobs.py), and the clock.
 local jobs, alone, counts, dead, dropped = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local wake, aborts, latest, source, leases = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
-local watch, sweep, evaluated = KEYS[11], KEYS[12], KEYS[13]
+local watch, sweep, evaluated, producer = KEYS[11], KEYS[12], KEYS[13], KEYS[14]
 local state_of, progress_of, results_of = ARGV[1], ARGV[2], ARGV[3]
 local payload_of, answer_of, running_of = ARGV[4], ARGV[5], ARGV[6] -- arq's own: job, result, in-progress
 local claims_of, partitions, keep_ms = ARGV[7], tonumber(ARGV[8]), tonumber(ARGV[9])

@@ -7,6 +7,13 @@ if KEYS[2] and not owns(KEYS[2], ARGV[1]) then return -1 end
 local found = {}
 for _, from in ipairs({ ARGV[5], '>' }) do
   local answer = redis.call('XREADGROUP', 'GROUP', ARGV[2], ARGV[3], 'COUNT', ARGV[4], 'STREAMS', KEYS[1], from)
-  if answer and #answer[1][2] > 0 then found = answer[1][2] break end
+  for _, entry in ipairs(answer and answer[1][2] or {}) do
+    if entry[2] then
+      found[#found + 1] = entry
+    else -- somebody deleted it
+      redis.call('XACK', KEYS[1], ARGV[2], entry[1])
+    end
+  end
+  if #found > 0 then break end
 end
 return { found, redis.call('XPENDING', KEYS[1], ARGV[2])[1] }

@@ -1,10 +1,11 @@
--- needs: rollout_names credit
+-- needs: rollout_names credit owns cursor
 -- Open rollouts in order until the credit is used up; the rules are those of enqueue.lua.
 -- ARGV max_in_flight max_bytes samples_per_version max_staleness cursor_before('' = none)
+--      nonce(of the producer; '' = anybody may open)
 --      then per rollout: id head stream group index size cursor('' = none) evaluated('' = no: it is trained on)
--- Returns per rollout: enqueued | duplicate (open) | done (closed) | over_credit; or {rewound, cursor}
-local stored = rewound(source, ARGV[FIRST + 4])
-if stored then return { 'rewound', stored } end
+-- Returns per rollout: enqueued | duplicate (open) | done (closed) | over_credit; or a refusal: cursor.lua
+local refusal = refused(source, producer, ARGV[FIRST + 5], ARGV[FIRST + 4])
+if refusal then return refusal end
 local credit = credit_of(counts, tonumber(ARGV[FIRST]), tonumber(ARGV[FIRST + 1]), tonumber(ARGV[FIRST + 2]),
   tonumber(ARGV[FIRST + 3]))
 local until_ms, out, full, cursor = now_ms() + ttl_ms, {}, false, ''
@@ -26,7 +27,7 @@ local function known(id, head, i)
   return 'open'
 end
 
-for i = FIRST + 5, #ARGV, 8 do
+for i = FIRST + 6, #ARGV, 8 do
   local id, head = ARGV[i], ARGV[i + 1]
   local state, is_evaluated = known(id, head, i), ARGV[i + 7] ~= ''
   local outcome = full and 'over_credit' or state == 'open' and 'duplicate' or state and 'done'

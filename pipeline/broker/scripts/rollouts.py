@@ -21,17 +21,18 @@ class RolloutNames(Names, frozen=True, kw_only=True):
     open: str
     evaluated: str
     open_evaluated: str
+    producer: str  # its owner's key
     rollout_of: str
     ttl_ms: int
     keep_ms: int
 
     def keys(self) -> list[str]:
-        """The first six."""
-        return list(msgspec.structs.astuple(self)[:6])
+        """The first seven."""
+        return list(msgspec.structs.astuple(self)[:7])
 
     def head(self) -> list[Any]:
         """The others."""
-        return list(msgspec.structs.astuple(self)[6:])
+        return list(msgspec.structs.astuple(self)[7:])
 
 
 class NewRollout(NamedTuple):
@@ -56,6 +57,7 @@ class Open(Request[Enqueued], frozen=True, kw_only=True):
     samples_per_version: int
     max_staleness: int
     cursor_before: str  # '' = none
+    nonce: str  # of the run's producer; '' = anybody may open
     rollouts: list[NewRollout]
 
     def answer(self, raw: Any) -> Enqueued:

@@ -18,6 +18,7 @@ for i = FIRST + 1, #ARGV, 8 do
       if deadline > 0 then redis.call('HSET', state, 'expires', at + deadline) end
       if asker_of(ARGV[i + 6]) then
         count('enqueued', -1)
+        count('replied', 1) -- like all that leaves `enqueued` for no training, or the metric of it would fall
         count('evaluating', 1)
       else
         count('enqueued', n - 1)

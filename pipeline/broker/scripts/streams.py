@@ -1,7 +1,8 @@
-"""Requests for what one process holds at a time: roles, streams, weight versions; and for the run's contract."""
+"""Requests for what one process holds at a time: roles, source, streams, weight versions; and for the contract."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 from sluice.pipeline.broker.scripts.library import IntRequest, Names, Request, WordRequest, words
@@ -27,6 +28,44 @@ class Disown(IntRequest, frozen=True, kw_only=True):
 
     script: ClassVar[str] = "disown"
     nonce: str
+
+
+class Refused(NamedTuple):
+    """fenced: another process has the producer's role; rewound: the source must be read again from after `cursor`."""
+
+    word: Literal["fenced", "rewound"]
+    cursor: str = ""
+
+    @classmethod
+    def read(cls, said: Sequence[str]) -> Refused | None:
+        """None if these words are no refusal."""
+        return cls(*cast("Any", said)) if said and said[0] in ("fenced", "rewound") else None
+
+
+class SourceKeys(Names, frozen=True, kw_only=True):
+    """KEYS of source_set.lua."""
+
+    source: str
+    owner: str
+
+
+class SourceField(NamedTuple):
+    """A row of source_set.lua."""
+
+    name: str
+    value: str | bytes | int
+
+
+class SetSource(Request["Refused | None"], frozen=True, kw_only=True):
+    """Store what the producer knows of its source; None when it was stored."""
+
+    script: ClassVar[str] = "source_set"
+    nonce: str
+    cursor_before: str  # '' = none
+    fields: list[SourceField]
+
+    def answer(self, raw: Any) -> Refused | None:
+        return Refused.read(words(raw))
 
 
 class StreamKeys(Names, frozen=True, kw_only=True):

@@ -63,7 +63,7 @@ def test_fields_stand_in_the_order_of_the_header(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "keys", "head"), [
     ("names", [name for name in JobNames.__struct_fields__ if name != "prefixes"], list(JobPrefixes._fields)),
-    ("rollout_names", list(RolloutNames.__struct_fields__[:6]), list(RolloutNames.__struct_fields__[6:])),
+    ("rollout_names", list(RolloutNames.__struct_fields__[:7]), list(RolloutNames.__struct_fields__[7:])),
 ])  # fmt: skip
 def test_the_names_that_scripts_share_are_read_in_their_order(name: str, keys: list[str], head: list[str]) -> None:
     text = (FOLDER / f"{name}.lua").read_text()
