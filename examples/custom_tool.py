@@ -1,6 +1,6 @@
-"""A tool of your own, by import path:
+r"""A tool of your own, by import path:
 
-    sluice rollout try --model DIR --interactive \\
+    sluice rollout try --model DIR --interactive \
       --set rollout_server.tools='[calculator, "sluice.examples.custom_tool:days"]'
 
 The model is told the name, the docstring and the parameters. What fails is told to the model as "Error: …".

@@ -1,7 +1,7 @@
-"""An environment of your own, by import path: the model guesses a number, and is told higher or lower.
+r"""An environment of your own, by import path: the model guesses a number, and is told higher or lower.
 
-    sluice run -c configs/agents.yaml --model DIR --data games.jsonl \\
-      --set rollout_server.environment=sluice.examples.guessing_environment:Guessing \\
+    sluice run -c configs/agents.yaml --model DIR --data games.jsonl \
+      --set rollout_server.environment=sluice.examples.guessing_environment:Guessing \
       --set rollout_matching.task=reward
 
 A row of games.jsonl:

@@ -1,9 +1,9 @@
-"""An environment behind OpenEnv's server, played by its own client. Tried with openenv 0.10.0.
+r"""An environment behind OpenEnv's server, played by its own client. Tried with openenv 0.10.0.
 
     python -m venv openenv && openenv/bin/pip install openenv==0.10.0
-    OPENENV_URL=http://127.0.0.1:8000 OPENENV_PYTHON=openenv/bin/python \\
-      sluice run -c configs/agents.yaml --model DIR --data rows.jsonl \\
-      --set rollout_server.environment=sluice.examples.openenv_environment:OpenEnv \\
+    OPENENV_URL=http://127.0.0.1:8000 OPENENV_PYTHON=openenv/bin/python \
+      sluice run -c configs/agents.yaml --model DIR --data rows.jsonl \
+      --set rollout_server.environment=sluice.examples.openenv_environment:OpenEnv \
       --set rollout_matching.task=reward
 
 A row of rows.jsonl; `reset` is optional, and goes to the server's reset:

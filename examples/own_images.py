@@ -46,7 +46,7 @@ def truth(one: dict[str, Any], width: int, height: int) -> dict[str, Any]:
     """An object as the detection task wants it."""
     x1, y1, x2, y2 = one["box"]
     sizes = (width, height, width, height)
-    scaled = [min(999, max(0, round(value * 1000 / size))) for value, size in zip((x1, y1, x2, y2), sizes, strict=True)]
+    scaled = [min(999, max(0, round(value * 999 / size))) for value, size in zip((x1, y1, x2, y2), sizes, strict=True)]
     return {"desc": one["label"], "bbox_2d": scaled}
 
 

@@ -1,6 +1,6 @@
-"""Preference to a group's best: a training loop of your own that takes the best and the worst answer to each prompt.
+r"""Preference to a group's best: a training loop of your own that takes the best and the worst answer to each prompt.
 
-    sluice run -c configs/rewards.yaml --model ./my-model --data prompts.jsonl --reward my_rewards.py:score \\
+    sluice run -c configs/rewards.yaml --model ./my-model --data prompts.jsonl --reward my_rewards.py:score \
       --set trainer.external=true &
     python examples/prefer_best.py .sluice/runs/rewards
 

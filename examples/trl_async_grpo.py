@@ -1,6 +1,6 @@
-"""TRL's AsyncGRPOTrainer on the rollouts of a live run:
+r"""TRL's AsyncGRPOTrainer on the rollouts of a live run:
 
-    sluice run -c configs/rewards.yaml --model ./my-model --data prompts.jsonl --reward my_reward.py:score \\
+    sluice run -c configs/rewards.yaml --model ./my-model --data prompts.jsonl --reward my_reward.py:score \
       --set trainer.external=true &
     python examples/trl_async_grpo.py .sluice/runs/rewards
 

@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer on the rollouts of a live run, in lockstep with it:
+r"""TRL's GRPOTrainer on the rollouts of a live run, in lockstep with it:
 
-    sluice run -c configs/rewards.yaml --model ./my-model --data prompts.jsonl --reward my_reward.py:score \\
+    sluice run -c configs/rewards.yaml --model ./my-model --data prompts.jsonl --reward my_reward.py:score \
       --set trainer.external=true --set producer.max_staleness=0 &
     python examples/trl_grpo.py .sluice/runs/rewards
 """

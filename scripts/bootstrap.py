@@ -38,9 +38,9 @@ def fail(text):
 
 def check_python():
     """Only what an old or stripped Python can still run: say what is missing and how to get it."""
-    if sys.version_info < (3, 11):  # noqa: UP036
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
         found = f"{sys.executable} is {sys.version_info[0]}.{sys.version_info[1]}"
-        fail(f"Python 3.11 or newer is needed, {found}. Name another one: make setup PYTHON=python3.12")
+        fail(f"Python 3.11 to 3.13 is needed, {found}. Name another one: make setup PYTHON=python3.12")
     try:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401

@@ -91,7 +91,7 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
 
 
 class TracingConfig(Section, frozen=True, kw_only=True):
-    """Spans of every sequence, request and step, by OTLP to a collector; needs `pip install sluice[otel]`."""
+    """Spans of every sequence, request and step, by OTLP to a collector; needs `pip install -e '.[otel]'`."""
 
     enabled: bool = False
     endpoint: str = "http://127.0.0.1:4317"  # of the collector, for gRPC; https:// for TLS

@@ -17,17 +17,13 @@ from typing import Any, get_args
 
 from sluice import __version__
 from sluice.pipeline.config.types import TracingConfig
-from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.errors import ConfigError, how_to_install
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.telemetry.spans import Kind, Span
 
 _BATCH = 512
 _EVERY_S = 1.0
 _CLOSE_S = 3.0
-_NO_PACKAGE = (
-    "tracing.enabled needs OpenTelemetry: pip install 'sluice[otel]' (opentelemetry-sdk and "
-    "opentelemetry-exporter-otlp-proto-grpc), or set tracing.enabled: false"
-)
 
 
 def _untold(**_counts: int) -> None:
@@ -118,7 +114,9 @@ def _exporter(config: TracingConfig) -> Any:
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise ConfigError(f"{_NO_PACKAGE} ({error})") from error
+        raise ConfigError(
+            f"tracing.enabled needs OpenTelemetry: {how_to_install('otel')}, or set tracing.enabled: false ({error})"
+        ) from error
     for name in ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.sdk"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # we say it once, and count
 

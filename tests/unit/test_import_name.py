@@ -111,6 +111,13 @@ def test_one_name_is_installed_with_all_that_belongs_to_it(installed: Path) -> N
     assert not any((installed / "sluice/docs").glob("*/")), "pictures, decisions and the site's files stay out"
 
 
+def test_the_source_distribution_has_no_recipe_that_cannot_work_there(installed: Path) -> None:
+    """What they copy into an image lies at the top here alone."""
+    (source,) = (installed.parent / "source").iterdir()
+    assert not {"Dockerfile", "docker-compose.yml"} & {path.name for path in source.iterdir()}
+    assert not [folder for folder in FOLDERS if (source / folder).exists()]
+
+
 def test_the_licence_and_those_of_others_come_along(installed: Path) -> None:
     """In the source distribution and in the wheel, whose metadata name the licence."""
     (source,) = (installed.parent / "source").iterdir()

@@ -260,12 +260,40 @@ def test_every_gpu_of_the_ranks_is_one_of_a_process() -> None:
 
 
 def test_the_scrape_job_finds_the_service_of_the_processes() -> None:
-    ((job,), service) = (
-        yaml.safe_load((manifests.ROOT / "deploy/prometheus/kubernetes.yml").read_text()),
-        next(
-            doc for doc in OVERLAYS["observability"] if (doc["kind"], doc["metadata"]["name"]) == ("Service", "metrics")
-        ),
-    )
-    (found,) = job["dns_sd_configs"]
+    processes, _ = scrape_jobs()
+    service = named("Service", "metrics")
+    (found,) = processes["dns_sd_configs"]
     assert found["names"] == [f"metrics.{service['metadata']['namespace']}.svc"]
     assert found["port"] == service["spec"]["ports"][0]["port"]
+
+
+def test_the_scrape_job_of_the_run_reaches_the_dashboard_and_has_its_key() -> None:
+    _, run = scrape_jobs()
+    service, dashboard = named("Service", "dashboard"), named("Deployment", "dashboard")
+    port = service["spec"]["ports"][0]["port"]
+    assert port == load_config(BASE / "config.yaml", environ={}).dashboard.port
+    assert run["static_configs"] == [{"targets": [f"dashboard.{service['metadata']['namespace']}.svc:{port}"]}]
+    policy = named("NetworkPolicy", "run-metrics")["spec"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels(dashboard).items()
+    assert policy["ingress"][0]["ports"] == [{"port": port}]
+    assert policy["ingress"][0]["from"] == named("NetworkPolicy", "metrics")["spec"]["ingress"][0]["from"], "Prometheus"
+    (key,) = [one for one in spec(dashboard)["containers"][0]["env"] if one["name"] == "SLUICE_DASHBOARD_KEY"]
+    file = Path(run["authorization"]["credentials_file"])
+    assert file.name == key["valueFrom"]["secretKeyRef"]["key"]
+    page = (manifests.ROOT / "docs/kubernetes.md").read_text()
+    assert f"server.extraSecretMounts[0].mountPath={file.parent}," in page
+    assert f"-n monitoring create secret generic sluice \\\n  --from-literal={file.name}=" in page
+
+
+def test_both_ways_to_run_prometheus_have_the_same_jobs() -> None:
+    compose = yaml.safe_load((manifests.ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    assert [job["job_name"] for job in scrape_jobs()] == [job["job_name"] for job in compose]
+
+
+def scrape_jobs() -> list[dict[str, Any]]:
+    return yaml.safe_load((manifests.ROOT / "deploy/prometheus/kubernetes.yml").read_text())
+
+
+def named(kind: str, name: str) -> dict[str, Any]:
+    (found,) = [doc for doc in OVERLAYS["observability"] if (doc["kind"], doc["metadata"]["name"]) == (kind, name)]
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,10 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from sluice import __version__
+from sluice.pipeline.config.types import TracingConfig
+from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.telemetry.spans import Span, root_of
-from sluice.pipeline.telemetry.tracing import Encoder
+from sluice.pipeline.telemetry.tracing import Encoder, Tracing
 
 _JOB = root_of("{run}:1")
 _AT = 1_700_000_000.123456
@@ -83,3 +86,9 @@ def test_what_otlp_has_no_type_for_is_shown_and_costs_no_span() -> None:
     values = {pair.key: pair.value for pair in odd.attributes}
     assert [values[key].string_value for key in ("seed", "text", "none")] == [str(2**64), r"'\ud800'", "None"]
     assert values["after"].int_value == 1
+
+
+def test_without_opentelemetry_the_start_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    with pytest.raises(ConfigError, match=r"OpenTelemetry: `pip install 'opentelemetry-.*tracing\.enabled: false"):
+        Tracing(TracingConfig(enabled=True), "run")
