@@ -52,6 +52,13 @@ def write_atomic(
         aside.unlink(missing_ok=True)
 
 
+def tail(path: Path, num_bytes: int) -> str:
+    """The end of a text file, however long it is. Raises OSError."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+        return file.read(num_bytes).decode(errors="replace")
+
+
 def is_unfinished(name: str) -> bool:
     """Whether `write_atomic` gives this name to a file that it hasn't finished."""
     return name.startswith(".") and name.endswith(".tmp")

@@ -33,7 +33,8 @@ from sluice.consumers.history.index import NAME as INDEX
 from sluice.consumers.history.index import HistoryIndex
 from sluice.consumers.run_files import EVALS, HISTORY, METRICS, WEIGHTS, stored_config
 from sluice.pipeline.config import Config, resolved_yaml
-from sluice.pipeline.config.load import RESOLVED, hide_password
+from sluice.pipeline.config.load import RESOLVED
+from sluice.pipeline.config.redaction import hide_password
 from sluice.pipeline.config.run_origin import placed
 from sluice.pipeline.errors import ConfigError, DataError
 from sluice.pipeline.logs import get_logger

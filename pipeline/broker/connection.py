@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import redis
@@ -31,7 +33,7 @@ from sluice.pipeline.broker.retry import (
     UntilRetry,
     cause_of,
 )
-from sluice.pipeline.config.load import hide_password
+from sluice.pipeline.config.redaction import hide_password
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.logs import get_logger
@@ -39,6 +41,9 @@ from sluice.pipeline.logs import get_logger
 _HEALTH_CHECK_S = 15
 _ASK_AGAIN_S = 0.5
 _SENTINEL_PORT, _NODE_PORT = 26379, 6379
+_ESCAPED = "with %2F for / and %23 for #"
+
+T = TypeVar("T")
 
 
 class BrokerSilent(BrokerError):
@@ -59,6 +64,23 @@ def broker_url(config: BrokerConfig) -> str:
         ) from error
 
 
+def check_url(config: BrokerConfig) -> None:
+    """Raises BrokerError if there is no URL, or none that can be read; nothing is sent."""
+    connection_pool(config)
+
+
+def _parsed(url: str, parse: Callable[[str], T]) -> T:
+    """Raises BrokerError."""
+    try:
+        return parse(url)
+    except ValueError:  # its text shows what is in the port's place, which may be part of a password
+        raise _no_url(url) from None
+
+
+def _no_url(url: str) -> BrokerError:
+    return BrokerError(f"{hide_password(url)}: not a broker's URL; write redis://:password@host:6379/0, {_ESCAPED}")
+
+
 def connect(config: BrokerConfig, run: str = "") -> Redis:
     """An asyncio client that outlasts an outage of `retry_for_s`; nothing is sent yet. See `ping`.
 
@@ -74,7 +96,7 @@ def connection_pool(config: BrokerConfig, run: str = "") -> ConnectionPool:
     settings: dict[str, Any] = {"max_connections": 1 << 31, **_timeouts(config), **patience}
     if config.sentinel_master is None:
         if not config.cluster:
-            settings.update(options_of(broker_url(config)))
+            settings.update(_parsed(broker_url(config), options_of))
             return PatientPool(**settings)
         primary, server = _slot_primary(config, run)
         kind = SSLConnection if server.pop("ssl", False) else Connection
@@ -96,7 +118,7 @@ def connect_sync(config: BrokerConfig, run: str = "") -> redis.Redis:
         if config.cluster:
             primary, server = _slot_primary(config, run)
             return redis.Redis(*primary.find(), **server, **settings)
-        return redis.Redis.from_url(broker_url(config), **settings)  # type: ignore[no-untyped-call]
+        return _parsed(broker_url(config), partial(redis.Redis.from_url, **settings))
     sentinels, server = node_addresses(config, _SENTINEL_PORT)
     manager: Any = Sentinel(sentinels, sentinel_kwargs=_sentinel_timeouts(config))
     return cast(redis.Redis, manager.master_for(config.sentinel_master, **server, **settings))
@@ -111,17 +133,17 @@ def node_addresses(config: BrokerConfig, port: int) -> tuple[list[tuple[str, int
     """Addresses of the Sentinels or cluster nodes in `redis://[user:password@]host:port[,host:port…]/db`, and how to
     connect to the servers. `port`: used where none is given."""
     url = broker_url(config)
-    parts = urlsplit(url)
-    entry, at, hosts = parts.netloc.rpartition("@")
     try:
+        parts = urlsplit(url)
+        entry, at, hosts = parts.netloc.rpartition("@")
         found = [urlsplit(f"//{host}") for host in hosts.split(",")]
         addresses = [(each.hostname or "", each.port or port) for each in found]
         server = dict(options_of(f"{parts.scheme}://{entry}{at}node{parts.path}?{parts.query}"))
-    except ValueError as error:
-        raise BrokerError(f"{hide_password(url)}: not a valid address of {_them(config)} ({error})") from error
+    except ValueError:  # as in `_parsed`
+        addresses, server = [("", port)], {}
     if not all(host for host, _ in addresses):
         raise BrokerError(
-            f"{hide_password(url)}: write {_them(config)} as redis://:password@host:{port},host2:{port}/0"
+            f"{hide_password(url)}: write {_them(config)} as redis://:password@host:{port},host2:{port}/0, {_ESCAPED}"
         )
     secure = server.pop("connection_class", None) is not None
     server.pop("host", None)
@@ -140,10 +162,8 @@ def ping(config: BrokerConfig, run: str = "") -> dict[str, Any]:
             facts = cast("dict[str, Any]", cast(Any, client).info())
     except AuthenticationError as error:
         raise BrokerError(f"{url}: wrong password or user ({error}); correct REDIS_URL") from error
-    except ValueError:  # its text would show what is in the port's place: part of a password
-        raise BrokerError(
-            f"{url}: not a broker's URL; write redis://:password@host:6379/0, with %2F for / and %23 for #"
-        ) from None
+    except ValueError:  # of a host that no name server can be asked for
+        raise _no_url(broker_url(config)) from None
     except (RedisError, OSError) as error:
         advice = "start it" if config.url else "if its run has ended, start one with `sluice broker` or `sluice up`"
         raise BrokerSilent(

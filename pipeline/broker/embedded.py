@@ -41,7 +41,7 @@ from sluice.pipeline.broker.append_only import close_gaps
 from sluice.pipeline.child_process import tethered
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerError
-from sluice.pipeline.files import write_atomic
+from sluice.pipeline.files import tail, write_atomic
 from sluice.pipeline.logs import get_logger
 
 _SETTINGS = """\
@@ -358,7 +358,7 @@ class EmbeddedServer:
             cause = f"did not answer within {START_S:.0f} s"
         else:
             cause = "did not start"
-        return f"the embedded broker {cause}; the end of {log}:\n{log.read_text(errors='replace')[-800:]}"
+        return f"the embedded broker {cause}; the end of {log}:\n{tail(log, 800)}"
 
 
 def _private(path: str, flags: int) -> int:

@@ -20,7 +20,7 @@ def broker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     from sluice.pipeline import logs
     from sluice.pipeline.broker.embedded import embedded_broker
     from sluice.pipeline.config import load_config
-    from sluice.pipeline.config.load import hide_password
+    from sluice.pipeline.config.redaction import hide_password
 
     def finish(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt

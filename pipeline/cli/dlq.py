@@ -155,7 +155,11 @@ def _run_and_ids(words: tuple[str, ...], config: Path | None) -> tuple[Path | No
 
 def _agrees(count: int) -> bool:
     letters = "dead letter" if count == 1 else "dead letters"
-    return input(f"Drop {count} {letters} for good? [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        answer = input(f"Drop {count} {letters} for good? [y/N] ")
+    except EOFError:  # Ctrl-D, or nobody is there to ask
+        return False
+    return answer.strip().lower() in ("y", "yes")
 
 
 def _selection(seq_ids: tuple[str, ...], job: str | None, reason: str | None, everything: bool) -> Selection:

@@ -122,5 +122,5 @@ def top(run: RunDir = None, /, *, config: ConfigPath = None, overrides: Override
     from sluice.pipeline.top.app import TopApp
 
     with reading(settings) as settings:
-        connection.broker_url(settings.broker)  # an error here is one line; on the screen it would be a wait
+        connection.check_url(settings.broker)  # an error here is one line; on the screen it would be a wait
         TopApp(settings).run()

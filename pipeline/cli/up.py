@@ -83,7 +83,7 @@ def _typed(
     data: Path | None = None,
 ) -> list[str]:
     """The command, as one types it again; without the password of a URL, as it is stored."""
-    from sluice.pipeline.config.load import hide_password
+    from sluice.pipeline.config.redaction import hide_password
 
     given = (("-c", config), ("--model", model), ("--data", data), ("--workers", workers), ("--reward", reward))
     options = [(option, str(value)) for option, value in given if value is not None]

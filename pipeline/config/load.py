@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import unquote
 
 import msgspec
 import yaml
 
 from sluice.pipeline.config import rules, suggest
+from sluice.pipeline.config.redaction import NO_USER, hide_password, is_secret, shown, shown_override
 from sluice.pipeline.config.types import CONVENTIONS, Config
 from sluice.pipeline.errors import ConfigError, as_one
 from sluice.pipeline.wire.codec import MAX_DEPTH, no_plain_value
@@ -45,8 +45,6 @@ ENVIRONMENT = {
     "HTTP_CLIENT_TIMEOUT": "rollout_server.http_client_timeout_s",
 }
 _ROLLOUT_URLS = ("url", "gateway_url", "tool_server_url")
-_NO_USER = ":***@"
-_SECRET = re.compile(r"(?i)pass|pwd|secret|token|credential|auth|signature|key$|^sig$")  # ssl_keyfile is a path
 _SECTIONS = list(Config.__struct_fields__)
 _PARSED = ("rollout_server.", "metrics.port")  # the values of these keys are YAML, the others text
 
@@ -177,9 +175,10 @@ def _variable_at_fault(config: Config, complaint: str, environ: Mapping[str, str
 
 def _override(tree: dict[str, Any], item: str) -> None:
     dotted, sep, text = item.partition("=")
+    origin = shown_override(item)
     if not sep:
-        raise ConfigError(f"--set {item!r}: write it as --set path.to.key=value")
-    _put(tree, dotted.strip(), parse_yaml(text, f"--set {item}"), f"--set {item}")
+        raise ConfigError(f"{origin}: write it as --set path.to.key=value")
+    _put(tree, dotted.strip(), parse_yaml(text, origin), origin)
 
 
 def override(key: str, value: object) -> str:
@@ -198,31 +197,8 @@ def resolved_yaml(config: Config, *, secrets: bool = False) -> str:
         if hide_password(config.broker.url) != config.broker.url:
             tree["broker"]["url"] = None
         for name in _ROLLOUT_URLS:
-            tree["rollout"][name] = (hide_password(tree["rollout"][name]) or "").replace(_NO_USER, "", 1) or None
+            tree["rollout"][name] = (hide_password(tree["rollout"][name]) or "").replace(NO_USER, "", 1) or None
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=110)
-
-
-def hide_password(url: str | None) -> str | None:
-    """`redis://:secret@host?password=secret` → `redis://:***@host?password=***`."""
-    if url is None:
-        return None
-    scheme, mark, rest = url.partition("://")
-    if not mark:
-        scheme, rest = "", url
-    shown = _query_hidden(rest)
-    if "@" in shown:  # also behind a question mark: it is part of a password that nobody escaped
-        shown = _query_hidden(_NO_USER + shown.rpartition("@")[2])
-    return scheme + mark + shown
-
-
-def _query_hidden(rest: str) -> str:
-    place, asked, query = rest.partition("?")
-    pairs = [pair.partition("=") for pair in query.split("&")]
-    return place + asked + "&".join(name + sep + ("***" if _is_secret(name) else value) for name, sep, value in pairs)
-
-
-def _is_secret(name: str) -> bool:
-    return _SECRET.search(unquote(name)) is not None
 
 
 def _converted(tree: dict[str, Any], origin: str, problems: list[str], unsure: _Unsure) -> Config:
@@ -248,7 +224,7 @@ def _wrong(dotted: str, value: Any, message: str) -> str:
     if not words or not isinstance(value, str):
         return _readable(message) + _shown(dotted, value)
     near = suggest.nearest(value, words)
-    return f"{dotted} must be one of {', '.join(words)}, got {value!r:.60}" + (
+    return f"{dotted} must be one of {', '.join(words)}, got {shown(value)}" + (
         f"; did you mean {near!r}?" if near else ""
     )
 
@@ -257,7 +233,7 @@ def _shown(dotted: str, value: Any) -> str:
     """A short value behind what is wrong with it; no secret."""
     text = repr(value)
     is_plain = isinstance(value, str | int | float) and len(text) <= _SHOWN_CHARS
-    return f" ({text})" if is_plain and "://" not in text and not _is_secret(dotted) else ""
+    return f" ({text})" if is_plain and "://" not in text and not is_secret(dotted) else ""
 
 
 def _without(tree: dict[str, Any], message: str) -> tuple[str, Any] | None:
@@ -320,7 +296,7 @@ def _put(tree: dict[str, Any], dotted: str, value: Any, origin: str) -> None:
         if child is None:
             child = node[part] = {}
         if not isinstance(child, dict):
-            raise ConfigError(f"{origin}: {part!r} is {child!r} in the file, not a mapping")
+            raise ConfigError(f"{origin}: {part!r} is {shown(child)} in the file, not a mapping")
         node = cast("dict[str, Any]", child)
     node[parts[-1]] = value
 

@@ -8,11 +8,12 @@ from ipaddress import IPv6Address
 from math import inf
 from operator import attrgetter
 from typing import Any, cast
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from sluice.pipeline.config.redaction import hide_password
 from sluice.pipeline.config.suggest import did_you_mean
 from sluice.pipeline.config.types import (
     CONVENTIONS,
@@ -206,8 +207,18 @@ def _numbers(config: Config) -> Iterator[tuple[bool, str]]:
             for value in values:
                 yield holds(value), f"{key} must be {words}, got {value}"
                 yield value != inf or key in _UNBOUNDED, f"{key} must be a finite number, got {value}"
+    size = config.producer.group_size
+    yield size <= MAX_GROUP, f"producer.group_size must be at most {MAX_GROUP}, got {size}"
     needed = "sampling.logprobs must be true: training needs them; a gateway's call outside a rollout goes without"
     yield config.sampling.logprobs, needed
+
+
+def _parts(url: str) -> SplitResult:
+    """All empty, which no rule accepts, for a URL that can't be parsed."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")
 
 
 def _weights(config: Config) -> list[tuple[bool, str]]:
@@ -221,8 +232,8 @@ def _weights(config: Config) -> list[tuple[bool, str]]:
     if url is None:
         needs = "weights.transport store without weights.store_url: set it to a URL such as s3://bucket/folder"
         return [patience, (weights.transport != "store", needs)]
-    parts = urlsplit(url)
-    shown = parts._replace(netloc=parts.netloc.rsplit("@", 1)[-1], query="", fragment="").geturl()
+    parts = _parts(url)
+    shown = parts._replace(netloc=parts.netloc.rsplit("@", 1)[-1], query="", fragment="").geturl() or hide_password(url)
     return [
         patience,
         (
@@ -472,6 +483,11 @@ def _flow(config: Config) -> Iterator[tuple[bool, str]]:
         config.weights.dtype != "bfloat16" or not config.trainer.lora.enabled,
         "weights.dtype bfloat16 with trainer.lora: an adapter is published in float32, and merged before the engine "
         "rounds; leave it out",
+    )
+    yield (
+        config.broker.sentinel_master is None or not config.broker.cluster,
+        f"broker.sentinel_master {config.broker.sentinel_master} and broker.cluster are both set: Sentinels watch "
+        "single servers, and a cluster watches itself; remove one of them",
     )
     groups = producer.samples_per_version // producer.group_size
     yield (
@@ -972,7 +988,7 @@ def _what_a_rollout_server_takes(config: Config) -> list[tuple[bool, str]]:
 
 
 def _tracing(tracing: TracingConfig) -> list[tuple[bool, str]]:
-    endpoint, ratio = urlsplit(tracing.endpoint), tracing.sample_ratio
+    endpoint, ratio = _parts(tracing.endpoint), tracing.sample_ratio
     is_url = endpoint.scheme in ("http", "https") and bool(endpoint.netloc)
     return [
         # Where tracing is off, its variable may be there for other programs of the host, in a form that they take.

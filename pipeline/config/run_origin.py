@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from sluice.pipeline.config.load import RESOLVED, hide_password, is_run, load_config
+from sluice.pipeline.config.load import RESOLVED, is_run, load_config
+from sluice.pipeline.config.redaction import hide_password
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.files import write_atomic

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast, get_args, get_origin
 
 import msgspec
 
+from sluice.pipeline.config.redaction import shown
 from sluice.pipeline.errors import ConfigError, as_one
 
 _COMPARED = 80  # characters: others choose the word, and the time grows with its length
@@ -59,7 +60,7 @@ def unknown_keys(kind: type, tree: Any, prefix: str = "") -> Iterator[tuple[str,
         elif isinstance(value, dict):
             places = [(f"{prefix}{key}.", cast("dict[Any, Any]", value))]
         else:
-            problem = f"{prefix}{key} must be a mapping, got {value!r:.60}; remove it or fill it in"
+            problem = f"{prefix}{key} must be a mapping, got {shown(value)}; remove it or fill it in"
             yield problem, f"{prefix}{key}", tree, key
             continue
         for place, item in places:

@@ -19,10 +19,9 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fastapi import HTTPException, Response
-from fastapi.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.pipeline.http.errors import problem_response
@@ -88,16 +87,6 @@ class BearerAuth:
             await self._app(scope, receive, send)
         else:
             await _refusal(401, _MESSAGE, _ASK)(scope, receive, send)
-
-
-def require_bearer(key: str | None) -> Callable[[HTTPConnection], None]:
-    """The same check as a FastAPI dependency, for one route. FastAPI reads the body first."""
-
-    def check(connection: HTTPConnection) -> None:
-        if not _holds(connection.scope, key):
-            raise HTTPException(401, _MESSAGE, _ASK)
-
-    return check
 
 
 def _holds(scope: Scope, key: str | None) -> bool:

@@ -19,7 +19,8 @@ from pathlib import Path
 import msgspec
 
 from sluice.pipeline.config import load_config
-from sluice.pipeline.config.load import ENVIRONMENT, hide_password
+from sluice.pipeline.config.load import ENVIRONMENT
+from sluice.pipeline.config.redaction import hide_password
 from sluice.pipeline.errors import BrokerError, ConfigError
 from sluice.pipeline.run.preflight import broker_facts, gib
 from sluice.pipeline.run.provenance import main_versions

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast, get_args
 
@@ -404,9 +405,12 @@ def rows_in_order(config: Config) -> None:
 
 
 def disk(config: Config) -> str:
-    """Room for weights, checkpoints and the broker's files."""
+    """Room for weights, checkpoints and the broker's files, which may be written."""
     ours = [config.run_dir] if config.broker.url else [config.run_dir, config.broker.embedded_dir]
     places = {existing_parent(Path(directory)) for directory in ours}
+    may = partial(os.access, mode=os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
+    if closed := sorted(place for place in places if not may(place)):
+        raise SluiceError(f"{closed[0]}: no right to write there; change its owner, or set run_dir to another place")
     free = {place: shutil.disk_usage(place).free for place in sorted(places)}
     least = min(free, key=lambda place: free[place])
     weights = sum(file.stat().st_size for file in Path(config.model.path or "/nowhere").glob("*.safetensors"))
@@ -417,9 +421,9 @@ def disk(config: Config) -> str:
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest existing directory."""
+    """The nearest existing directory, as far as one may look."""
     whole = path.resolve()
-    return next(each for each in (whole, *whole.parents) if each.is_dir())
+    return next(each for each in (whole, *whole.parents) if os.path.isdir(each))
 
 
 def gib(count: int) -> str:

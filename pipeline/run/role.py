@@ -31,7 +31,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -44,16 +44,14 @@ from sluice.pipeline.broker.connection import is_cluster
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Agree, AgreeKeys
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import ConfigError, DeadlineExceeded, EngineError, MessageError, SluiceError, first_cause
+from sluice.pipeline.errors import ConfigError, EngineError, MessageError, SluiceError, first_cause
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.roles import ONLOOKERS
 from sluice.pipeline.status.heartbeat import ALIVE_S, BEAT_S, StatusReporter
-from sluice.pipeline.status.text import wait_text
 from sluice.pipeline.telemetry.exporter import Telemetry, metrics_server
 from sluice.pipeline.telemetry.tracing import Tracing
 from sluice.pipeline.wire.codec import read_json
 from sluice.pipeline.wire.keys import Keys
-from sluice.pipeline.wire.waits import Wait
 
 _ASK_AGAIN_S = 0.25
 _STILL_BEATS = 3
@@ -244,23 +242,6 @@ class Role:
                 doing.cancel()
                 await asyncio.wait({doing})
         return None if doing.cancelled() else doing.result()
-
-    async def wait_until(self, holds: Callable[[], Coroutine[Any, Any, bool]], wait: Wait, deadline_s: float) -> bool:
-        """Poll until `holds()`; False when asked to stop, DeadlineExceeded names what was waited for.
-
-        The time that `holds` itself takes is not counted: a broker that is away is no reason to give up.
-        """
-        waited_s = 0.0
-        while not await holds():
-            self.status.waiting(wait.kind, wait.subject, wait.count)
-            if waited_s >= deadline_s:
-                raise DeadlineExceeded(f"{self.name}: waited {deadline_s:.0f} s for {wait_text(wait)}")
-            began = time.monotonic()
-            if not await self.nap(_POLL_S):
-                return False
-            waited_s += time.monotonic() - began
-        self.status.waiting(None)
-        return True
 
 
 @contextlib.asynccontextmanager

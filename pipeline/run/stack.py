@@ -31,7 +31,7 @@ from sluice.pipeline.broker import connection as connections
 from sluice.pipeline.broker.embedded import embedded_broker
 from sluice.pipeline.config import Config
 from sluice.pipeline.config.load import ENVIRONMENT, is_run
-from sluice.pipeline.errors import BrokerError, MessageError, SluiceError, first_cause
+from sluice.pipeline.errors import BrokerError, ConfigError, MessageError, SluiceError, first_cause
 from sluice.pipeline.files import write_atomic
 from sluice.pipeline.http.server import bind, bind_near
 from sluice.pipeline.logs import get_logger
@@ -259,7 +259,11 @@ def run_stack(
             url = scope.enter_context(embedded_broker(config.broker))
             settings = msgspec.structs.replace(config.broker, url=url)
             config = msgspec.structs.replace(config, broker=settings)
-            _refuse_other_data(config)  # the checks before the start had no broker to ask
+            try:
+                _refuse_other_data(config)  # the checks before the start had no broker to ask
+            except ConfigError:
+                supervision.put_back()
+                raise
         connections.refuse_unsafe(config.broker, connections.ping(config.broker, config.run))
         listener, config = dashboard_listener(config)  # bound first: the address that is said is its own
         with listener or contextlib.nullcontext():

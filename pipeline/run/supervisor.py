@@ -27,6 +27,7 @@ from pathlib import Path
 from sluice.pipeline.child_process import LISTENER, tethered
 from sluice.pipeline.config.types import UpConfig
 from sluice.pipeline.errors import ConfigError, DataError, ModelError, SluiceError
+from sluice.pipeline.files import tail
 from sluice.pipeline.logs import get_logger
 
 _FINAL: dict[int, type[SluiceError]] = {kind.exit_code: kind for kind in (ConfigError, DataError, ModelError)}
@@ -215,7 +216,7 @@ _RAISED = re.compile(r"^(?:sluice(?:\.\w+)+: |(?:\w+\.)+(?=[A-Z]\w*(?:Error|Exce
 def last_line(log: Path) -> str:
     """The newest non-empty line of a log file."""
     with contextlib.suppress(OSError):
-        lines = [line for line in log.read_text(errors="replace")[-4000:].splitlines() if line.strip()]
+        lines = [line for line in tail(log, 4000).splitlines() if line.strip()]
         if lines:
             return lines[-1].strip()
     return "no output"

@@ -248,7 +248,7 @@ def _unreadable(now: Snapshot, stall: Stall) -> StallText:
     return StallText(
         f"skipping {number} of the run in the broker that cannot be read: {some}{more}",
         "",
-        "if a newer release wrote it, upgrade this one; otherwise delete the entry (HDEL, XDEL) or the key (DEL) with "
+        "if a newer release wrote it, upgrade this one; otherwise delete the entry (HDEL) or the key (DEL) with "
         "redis-cli: its process, if alive, writes it again",
     )
 

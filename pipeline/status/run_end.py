@@ -91,10 +91,14 @@ class Supervision:
         self._directory, self.start = directory, start
         self._file: int | None = None
         self._is_possible = True
+        self._is_given_up = False
+        self._found: dict[str, bytes | None] = {}  # the files of an earlier start, by name; None: there was none
 
     def __enter__(self) -> Self:
         if self.hold():
-            (self._directory / END).unlink(missing_ok=True)
+            self._find(END)
+            with contextlib.suppress(OSError):
+                (self._directory / END).unlink(missing_ok=True)
         return self
 
     def __exit__(
@@ -104,8 +108,24 @@ class Supervision:
             os.close(self._file)
             self._file = None
 
+    def put_back(self) -> None:
+        """Leave the files as this start found them and hold them no longer: it is refused, and the run is as it was."""
+        self._is_given_up = True
+        for name, content in self._found.items():
+            if content is None:
+                (self._directory / name).unlink(missing_ok=True)
+            else:
+                write_atomic(self._directory / name, content)
+
+    def _find(self, name: str) -> None:
+        self._found[name] = None
+        with contextlib.suppress(OSError):
+            self._found[name] = (self._directory / name).read_bytes()
+
     def hold(self) -> bool:
         """Whether the run's files are this supervisor's to write; False while another one is alive."""
+        if self._is_given_up:
+            return False
         if self._file is not None or not self._is_possible:
             return True
         try:
@@ -119,6 +139,7 @@ class Supervision:
             time.sleep(_TRY_EVERY_S)
         if is_locked:
             self._file = file
+            self._find(START)
             os.ftruncate(file, 0)
             os.write(file, msgspec.json.format(msgspec.json.encode(self.start)))
             return True

@@ -364,7 +364,7 @@ class Reading:
             except MessageError as error:
                 self.skip(key, name, error)
                 continue
-            row.age_s = round(max(0.0, now - row.at), 3)
+            row.age_s = round(abs(now - row.at), 3)  # a row ahead of a clock that was set back is as old as the step
             since = None if row.wait is None else row.wait.since
             row.waiting_s = None if since is None else round(max(0.0, now - since), 3)
             if row.age_s < FORGET_S:

@@ -138,6 +138,8 @@ def _as_sent(message: Message, which: str, where: str) -> Message:
     try:
         sent = schemas.Message.model_validate(message).plain()
         problem = no_plain_value(sent, which)
+        if problem is None:
+            strict_json.encode(sent)  # no NaN, no infinity
     except ValidationError as error:
         problem = f"{which}.{': '.join(strict_json.what_is_wrong(error))}"
     except ValueError as error:

@@ -51,7 +51,8 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 class Schema(BaseModel):
     """Strict types (no "1" for 1), finite numbers only."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+    # A number that JSON lacks stays what it is in a field of any type, and can't be encoded: not null in silence.
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, ser_json_inf_nan="constants", hide_input_in_errors=True)
 
 
 class OpenSchema(Schema):

@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from sluice.pipeline.config.load import hide_password
+from sluice.pipeline.config.redaction import hide_password
 from sluice.pipeline.errors import ConfigError, MessageError, RequestError, SluiceError
 from sluice.pipeline.http.addresses import AllowedHosts, RefusedAddress
 from sluice.pipeline.logs import get_logger

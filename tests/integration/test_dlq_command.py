@@ -23,6 +23,7 @@ from tests.deadlines import HANG_S
 from tests.factories import decode_job
 from tests.roles import run_config
 
+CTRL_D = "\x04"
 PLENTY = Credit(max_in_flight=10_000, samples_per_version=10_000, max_staleness=1)
 
 
@@ -37,7 +38,7 @@ def drop_at_a_terminal(broker: BrokerConfig, keys: Keys, answer: str, cwd: Path)
     """Exit code and output."""
     ours, theirs = pty.openpty()
     try:
-        os.write(ours, f"{answer}\n".encode())
+        os.write(ours, answer.encode())
         command = [sys.executable, "-m", "sluice.pipeline.cli.main", "dlq", "drop", "--all", "--set", f"run={keys.run}"]
         env = {**os.environ, "REDIS_URL": str(broker.url), "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(command, stdin=theirs, capture_output=True, text=True, env=env, cwd=cwd, timeout=HANG_S)
@@ -47,7 +48,9 @@ def drop_at_a_terminal(broker: BrokerConfig, keys: Keys, answer: str, cwd: Path)
         os.close(theirs)
 
 
-@pytest.mark.parametrize(("answer", "code", "left"), [("n", 1, 2), ("", 1, 2), ("y", 0, 0)])
+@pytest.mark.parametrize(
+    ("answer", "code", "left"), [("n\n", 1, 2), ("\n", 1, 2), ("\4", 1, 2), ("y\n", 0, 0)]
+)  # \4: Ctrl-D
 async def test_drop_asks_and_takes_no_for_an_answer(
     answer: str, code: int, left: int, client: Redis, broker_config: BrokerConfig, keys: Keys, tmp_path: Path
 ) -> None:

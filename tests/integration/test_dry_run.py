@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 import torch
@@ -17,9 +20,11 @@ from safetensors.torch import save_file
 
 from sluice.pipeline.broker.embedded import embedded_broker
 from sluice.pipeline.config.load import read_config
-from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.run import preflight
 from sluice.pipeline.run.dry_run import DryRun, as_text, rehearse
-from sluice.pipeline.status.run_end import RunStart, Supervision
+from sluice.pipeline.status.run_end import END, START, RunEnd, RunStart, Supervision, read_end, write_end
 from sluice.pipeline.wire.keys import Keys
 from sluice.producers.source import fingerprint
 from tests.command import call
@@ -298,10 +303,19 @@ def test_an_edited_file_of_a_complete_run_is_refused_once_the_embedded_broker_is
         client.hset(keys.source, mapping=source)
     (home / "good.jsonl").write_text(GOOD.replace("hi", "ho") * 2)
     arguments = [word for item in settings(home, keys) for word in ("--set", item)]
+    ran = home / "runs" / keys.run
+    write_end(ran, RunEnd(at=1.0, state="complete", command="sluice run -c a.yaml"))
+    (ran / START).write_bytes(msgspec.json.encode(RunStart(at=1.0, command="sluice run -c a.yaml")))
+    was = tree(ran)
     for _ in range(2):
         assert call("run", *arguments) == 2
+        assert {name: told[1] for name, told in tree(ran).items()} == {name: told[1] for name, told in was.items()}
         assert f"run '{keys.run}' was started on other data than {config.data.path}" in capsys.readouterr().err
-    assert not (home / "runs" / keys.run / "logs").exists(), "no process was started"
+    (ran / END).unlink()
+    assert call("run", *arguments) == 2
+    killed = read_end(ran)
+    assert killed is not None
+    assert killed.state == "killed", "the start that was refused isn't its end"
     with embedded_broker(config.broker) as url, redis.Redis.from_url(url, decode_responses=True) as client:
         assert client.hgetall(keys.source) == {name: str(value) for name, value in source.items()}
 
@@ -315,3 +329,24 @@ def test_a_port_that_is_taken_and_a_run_that_is_alive_are_found_before_the_start
     assert found.exit_code == 2
     assert bad["ports"] == f"port {port} is in use; stop what listens there, or set another gateway.port"
     assert f"run {keys.run} is running already (`sluice up`, process 4711, since" in bad["run"]
+
+
+@contextlib.contextmanager
+def unprivileged() -> Generator[None]:
+    """Root may write anywhere."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65_534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_place_where_nobody_may_write_is_found_before_the_start(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    config = Config(run_dir=str(closed / "runs"), broker=BrokerConfig(embedded_dir=str(tmp_path / "broker")))
+    with unprivileged(), pytest.raises(SluiceError, match=r"no right to write there; change its owner, or set run_dir"):
+        preflight.disk(config)

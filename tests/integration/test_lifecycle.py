@@ -12,13 +12,13 @@ from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
 from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig
-from sluice.pipeline.errors import BrokerError, DeadlineExceeded, LeaseLost, WeightsError, first_cause
+from sluice.pipeline.errors import BrokerError, LeaseLost, WeightsError, first_cause
 from sluice.pipeline.status.heartbeat import StatusReporter
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import WeightVersion
-from sluice.pipeline.wire.waits import Wait, WaitKind
+from sluice.pipeline.wire.waits import WaitKind
 from tests.deadlines import HANG_S
 from tests.roles import role_of, run_config
 
@@ -80,38 +80,6 @@ async def test_a_background_task_that_loses_a_cancellation_is_ended_all_the_same
             role.spawn(deaf())
             await asyncio.sleep(0)
     assert lost == 3
-
-
-async def test_a_wait_names_its_cause_and_its_deadline(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> None:
-    async def never() -> bool:
-        return False
-
-    async def always() -> bool:
-        return True
-
-    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012 - the scope raises, not one line of it
-        async with role_of(run_config(broker_config, keys, run_dir), name="w-1") as role:
-            assert await role.wait_until(always, Wait(kind=WaitKind.JOBS), 0)
-            await role.wait_until(never, Wait(kind=WaitKind.WEIGHTS, subject="v0"), 0.2)
-    cause = first_cause(caught.value)
-    assert isinstance(cause, DeadlineExceeded)
-    assert "w-1: waited 0 s for weights v0 to load" in str(cause)
-    async with role_of(run_config(broker_config, keys, run_dir)) as role:
-        role.stop.set()
-        assert not await role.wait_until(never, Wait(kind=WaitKind.JOBS), 60)
-
-
-async def test_an_outage_uses_up_nobodys_deadline(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> None:
-    asked = 0
-
-    async def slow() -> bool:  # as a call is that waits for the broker
-        nonlocal asked
-        asked += 1
-        await asyncio.sleep(1.1)
-        return asked > 2
-
-    async with role_of(run_config(broker_config, keys, run_dir)) as role:
-        assert await role.wait_until(slow, Wait(kind=WaitKind.JOBS), 2.0)
 
 
 async def test_a_background_task_that_fails_ends_the_role_with_its_error(

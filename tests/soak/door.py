@@ -40,6 +40,7 @@ _TALKS = ROOT / "tests" / "clients" / "talks"
 _AGENTS = 4
 _ROWS = 4  # an epoch
 _START_S = _END_S = 300.0
+_ROLLOUT_S = 7200.0  # its server is killed all the time, and how long that one takes to start again is the machine's
 DOOR_EVERY_S = 0.6  # between two kills that need not wait for their victims
 _RESCORED = ("sequences", "tokens", "right", "marked", "wrong", "unchecked", "max_error", "told_apart")
 _RETRIED = {408, 409, 429}  # beside 5xx: what OpenAI's clients try again
@@ -92,7 +93,7 @@ def door_soak(directory: Path, model: Path, *, gateways: int, workers: int) -> S
         "weights": {"retention": 1_000_000},
         "gateway": {"count": gateways, "port": ports[0]},
         "rollout_server": {"count": 1, "port": server, "tool_latency_ms": [50, 150]},
-        "rollout": {"url": f"http://127.0.0.1:{server}", "max_concurrent": 4, "timeout_s": 600},
+        "rollout": {"url": f"http://127.0.0.1:{server}", "max_concurrent": 4, "timeout_s": _ROLLOUT_S},
     }
     rows = [row for row in agent_rows(len(CALLING)) if row["messages"][0]["content"] in _answers()][:_ROWS]
     return SoakRun(directory, model, rows, "exact_answer", sections)

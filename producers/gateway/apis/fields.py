@@ -13,7 +13,6 @@ them with the installed vLLM.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any, ClassVar
 from pydantic import GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
+from sluice.pipeline.config.suggest import nearest
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.http.schemas import OpenSchema
 
@@ -314,8 +314,8 @@ class ListedSchema(OpenSchema):
 
 
 def _unknown(where: str, name: str, known: list[str]) -> Refusal:
-    near = difflib.get_close_matches(name[:_SHOWN], known, 1)
-    does = f"did you mean {near[0]}? Otherwise remove it" if near else "remove it"
+    near = nearest(name, known)
+    does = f"did you mean {near}? Otherwise remove it" if near else "remove it"
     shown = where + (name if len(name) <= _SHOWN else name[:_SHOWN] + "…")
     return Refusal(400, f"{shown} is not a field of this request; {does}", shown)
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
-from sluice.pipeline.http.middleware import BearerAuth, BodyLimit, require_bearer
+from sluice.pipeline.http.middleware import BearerAuth, BodyLimit
 from tests.deadlines import HANG_S
 from tests.served import Served, served
 
@@ -40,10 +40,6 @@ def application(key: str | None = KEY, max_bytes: int = 1000) -> FastAPI:
     @app.post("/unread")
     async def unread() -> str:
         return "unread"
-
-    @app.get("/route", dependencies=[Depends(require_bearer("other"))])
-    async def route() -> str:
-        return "in"
 
     app.add_middleware(BodyLimit, max_bytes=max_bytes)
     app.add_middleware(BearerAuth, key=key)
@@ -103,14 +99,6 @@ async def test_with_the_key_it_is_answered(closed: Served, header: bytes) -> Non
 async def test_health_is_open(closed: Served) -> None:
     async with aiohttp.ClientSession() as session, session.get(closed.url("/health")) as answer:
         assert await answer.json() == "healthy"
-
-
-@pytest.mark.parametrize(("key", "status"), [("other", 200), ("wrong", 401)])
-async def test_one_route_can_have_a_key_of_its_own(site: Served, key: str, status: int) -> None:
-    headers = {"Authorization": f"Bearer {key}"}
-    async with aiohttp.ClientSession() as session, session.get(site.url("/route"), headers=headers) as answer:
-        assert answer.status == status
-        assert ("www-authenticate" in answer.headers) == (status == 401)
 
 
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n" + b"200\r\n" + b"x" * 512 + b"\r\n"

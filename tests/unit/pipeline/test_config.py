@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from sluice.pipeline.config import Config, load_config, resolved_yaml
-from sluice.pipeline.config.load import UNASKED, hide_password, parse_yaml, read_config
+from sluice.pipeline.config.load import UNASKED, parse_yaml, read_config
+from sluice.pipeline.config.redaction import hide_password
 from sluice.pipeline.errors import ConfigError
 from tests.deadlines import HANG_S
 
@@ -396,6 +397,41 @@ def test_a_number_that_means_nothing_is_refused(key: str, kind: Any) -> None:
 def test_what_is_out_of_range_is_named_with_the_range(key: str, value: str, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{key} {says}")):
         load_config(None, [f"{key}={value}"], {})
+
+
+@pytest.mark.parametrize(
+    ("given", "file", "says"),
+    [
+        (["broker=redis://:sekret@h"], "", "broker must be a mapping, got 'redis://:***@h'"),
+        ([], "broker: redis://:sekret@h", "broker must be a mapping, got 'redis://:***@h'"),
+        ([], "broker: [redis://:sekret@h]", "broker must be a mapping, got a list"),
+        (["broker.urll=redis://:sekret@h"], "", "--set broker.urll=redis://:***@h: unknown key broker.urll"),
+        (["redis://:sekret@h"], "", "--set 'redis://:***@h': write it as"),
+        (["run.at=redis://:sekret@h"], "", "run has no keys below it"),
+    ],
+)
+def test_an_address_in_a_wrong_place_shows_no_secret(tmp_path: Path, given: list[str], file: str, says: str) -> None:
+    for environ in ({}, {"REDIS_URL": "redis://:sekret@h:1/0"}):
+        with pytest.raises(ConfigError) as refused:
+            load_config(write(tmp_path, file), given, environ)
+        assert "sekret" not in str(refused.value)
+        if not environ:
+            assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["tracing.enabled=true", "tracing.endpoint='http://[bad'"], "tracing.endpoint must be http://HOST:PORT"),
+        (["weights.transport=store", "weights.store_url='s3://[bad'"], "must begin with s3://, gs:// or file://"),
+        (["producer.group_size=65537"], "producer.group_size must be at most 65536, got 65537"),
+        (["broker.sentinel_master=m", "broker.cluster=true"], "sentinel_master m and broker.cluster are both set"),
+    ],
+)
+def test_what_no_process_could_work_with_is_refused_in_words(given: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load_config(None, given, {})
+    assert load_config(None, environ={"OTEL_EXPORTER_OTLP_ENDPOINT": "http://[::1:4317"}).tracing.endpoint
 
 
 def test_a_collector_that_others_use_is_no_matter_of_a_run_without_tracing() -> None:

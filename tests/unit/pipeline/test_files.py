@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sluice.pipeline.files import fsync_tree, synced_meanwhile, write_atomic
+from sluice.pipeline.files import fsync_tree, synced_meanwhile, tail, write_atomic
+from sluice.pipeline.run.supervisor import last_line
 from tests.deadlines import HANG_S
 
 
@@ -123,3 +124,15 @@ def test_a_disk_that_fails_a_sync_fails_the_write(tmp_path: Path, monkeypatch: p
         for _ in range(9):
             wrote(stream.write(b"abc"))
     assert (tmp_path / "f").read_bytes() == b"abc" * 9
+
+
+def test_the_end_of_a_long_log_is_read_alone(tmp_path: Path) -> None:
+    log = tmp_path / "worker-0.log"
+    with log.open("wb") as file:
+        file.truncate(1 << 36)  # a hole: it takes no room on the disk
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nhalf of a character: \xff\nits last line\n")
+    assert tail(log, 16) == "\ufffd\nits last line\n"
+    assert last_line(log) == "its last line"
+    log.write_text("short")
+    assert tail(log, 4000) == last_line(log) == "short"

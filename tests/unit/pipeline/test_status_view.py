@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
+
 from sluice.pipeline.status.descriptions import condition, credit, stage_text, stall_text, waits
 from sluice.pipeline.status.inspection import verdict
 from sluice.pipeline.status.report import as_text
-from sluice.pipeline.status.snapshot import CreditUse, Depth, Lag, Lease, Process, Snapshot
+from sluice.pipeline.status.snapshot import CreditUse, Depth, Lag, Lease, Process, Reading, Snapshot
 from sluice.pipeline.status.stages import Rates, stages
 from sluice.pipeline.status.stalls import stalls
 from sluice.pipeline.status.text import length
@@ -72,6 +75,13 @@ def test_a_dead_process_has_no_heartbeat_and_a_waiting_one_has_a_cause() -> None
     assert "waits for batches, 3.0 s" in text
     assert "step 3" in text
     assert "secret" not in text
+
+
+def test_a_process_that_died_before_the_clock_was_set_back_is_dead() -> None:
+    now = 1e9
+    rows = [replace(process(name, "worker"), at=at) for name, at in (("w-0", now + 60), ("w-1", now + 0.5))]
+    dead, alive = Reading().processes("", {row.name.encode(): msgspec.json.encode(row) for row in rows}, now)
+    assert (dead.is_alive, alive.is_alive) == (False, True)
 
 
 def test_every_line_of_a_table_is_aligned() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -172,6 +173,11 @@ async def test_one_whose_rollout_left_during_its_construction_is_closed_before_t
         ({"role": "user", "content": "ok", "info": np.float32(1)}, "numpy.float32"),
         ({"role": "user", "content": [{"type": "text", "text": np.zeros(2)}]}, "numpy.ndarray"),
         ({"role": "user", "content": "ok", "info": {"of": 2**70}}, "message 1.info.of is an integer beyond 64 bits"),
+        ({"role": "user", "content": "ok", "score": math.nan}, "message 1: Out of range float values"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "ok", "of": math.inf}]},
+            "message 1: Out of range float",
+        ),
         ({"role": "user", "content": "\ud800"}, "message 1.content has a lone surrogate"),
         ({"role": "user", "content": 3}, "message 1.content.str: Input should be a valid string"),
         ({"role": "narrator", "content": "ok"}, "message 1.role: Input should be 'system', "),

@@ -15,7 +15,7 @@ from redis.exceptions import ResponseError
 from sluice.pipeline.config import suggest
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import BrokerRefused, DeadlineExceeded, LeaseLost, MessageError, ResultsLost
-from sluice.pipeline.wire.messages import MAX_LISTED, DeadLetter, Grammar, SamplingParams
+from sluice.pipeline.wire.messages import MAX_LISTED, MAX_STOP, DeadLetter, Grammar, SamplingParams
 from sluice.producers.gateway.apis.chat_completions import ChatRequest
 from sluice.producers.gateway.apis.rollouts import FinishRequest
 from sluice.producers.gateway.chat import Chat
@@ -230,6 +230,7 @@ def test_what_shapes_the_answer_is_sampled_with(fields: dict[str, Any], sampled:
         ({"bad_words": [" "]}, "bad_words"),
         ({"bad_words": ["a"] * (MAX_LISTED + 1)}, "bad_words"),
         ({"stop": ["a"] * (MAX_LISTED + 1)}, "stop"),
+        ({"stop": ["ok", "a" * (MAX_STOP + 1)]}, "stop"),
         ({"stop_token_ids": [1] * (MAX_LISTED + 1)}, "stop_token_ids"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sluice.pipeline.wire.messages import MAX_LISTED, Grammar, SamplingParams
+from sluice.pipeline.wire.messages import MAX_LISTED, MAX_STOP, Grammar, SamplingParams
 from sluice.producers.gateway.answers import Answer
 from sluice.producers.gateway.apis.messages import CountRequest, MessagesAnswer, MessagesRequest, blocks_of, problem
 from sluice.producers.gateway.parsers import ToolChoice
@@ -73,7 +73,7 @@ def test_what_an_answer_says_comes_back_as_the_message_that_was_kept() -> None:
         assert plain(USER, {"role": "assistant", "content": blocks_of(kept)}, USER)[1] == kept
 
 
-@pytest.mark.parametrize("texts", [["a"] * (MAX_LISTED + 1), ["a", ""]])
+@pytest.mark.parametrize("texts", [["a"] * (MAX_LISTED + 1), ["a", ""], ["a" * (MAX_STOP + 1)]])
 def test_ends_that_are_refused_are_named_as_they_were_sent(texts: list[str]) -> None:
     with pytest.raises(Refusal, match="stop_sequences: ") as refused:
         request(stop_sequences=texts).sampling(SamplingParams())
