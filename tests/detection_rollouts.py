@@ -86,7 +86,7 @@ def tokens_anyhow(codec: HFTextCodec, text: str, seed: int) -> list[int]:
     at = 0
     while at < len(text):
         step = drawn.choice((1, 2, 3, 5, 40, 200))
-        ids += codec.encode(text[at : at + step])
+        ids += (codec.encode_continuation if at else codec.encode)(text[at : at + step])
         at += step
     return ids
 

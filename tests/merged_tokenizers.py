@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from sluice.consumers.tasks.codec import NUM_COORDS, HFTextCodec, coord_token
 from tests.tiny_models import wrapped
 
 QWEN2_SPLIT = (
@@ -113,6 +116,17 @@ def word_ends() -> Any:
 FAMILIES: dict[str, Callable[[], Any]] = {
     each.__name__: functools.cache(each) for each in (qwen_like, whole_lines, llama_like, unigram, wordpiece, word_ends)
 }
+
+
+@functools.cache
+def family_codec(family: str, *, coord_tokens: bool = False) -> HFTextCodec:
+    """The codec of a model directory with this tokenizer."""
+    tokenizer = copy.deepcopy(FAMILIES[family]())
+    if coord_tokens:
+        tokenizer.add_tokens([coord_token(value) for value in range(NUM_COORDS)], special_tokens=True)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return HFTextCodec(folder)
 
 
 def _train(core: Tokenizer, trainer: Any) -> None:

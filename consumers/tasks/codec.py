@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import codecs
 import json
+import unicodedata
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from sluice.pipeline.errors import ModelError
 NUM_COORDS = 1000
 _MAX_BYTES_OF_CHAR = 4
 _MOST_TORN = 5  # a character has at most 4 bytes, hence at most 4 tokens
+_NO_PREFIX = {"prepend_scheme": "never", "add_prefix_space": False}
+"""Of a Metaspace and a ByteLevel pre-tokenizer; SentencePiece's normalizer has a step `Prepend` instead."""
 
 
 def coord_token(value: int) -> str:
@@ -48,6 +52,14 @@ class HFTextCodec:
     def encode(self, text: str) -> list[int]:
         """Ids of the text, no special tokens added; special tokens spelled in the text are recognised."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Ids of a text that other text precedes: as `encode`, but without the space that some put before a text."""
+        return self._unprefixed.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _unprefixed(self) -> Tokenizer:
+        return _without_prefix(self._tokenizer)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Exact text of the ids, special tokens spelled out; invalid UTF-8 becomes U+FFFD."""
@@ -82,7 +94,10 @@ class HFTextCodec:
         return piece.encode()
 
     def _windowed_ends(self, token_ids: list[int]) -> list[int]:
-        """Ends found by decoding a few tokens back; a window that ends inside a character is extended."""
+        """Ends found by decoding a few tokens back; a window that ends inside a character is extended.
+
+        `read` is the end of the last token before that character; some add no text, such as a space that is stripped.
+        """
         ends: list[int] = []
         total = len(self.decode(token_ids))
         start = read = length = 0
@@ -93,6 +108,8 @@ class HFTextCodec:
             if len(after) > len(before) and not waiting:
                 length += len(after) - len(before)
                 start, read = read, at
+            elif len(after) == len(before):
+                read = at
             ends.append(min(length, total))
         if ends:
             ends[-1] = total
@@ -112,11 +129,33 @@ def _load(path: Path) -> Tokenizer:
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    if tokenizer.decoder is None:
-        return False
-    state = json.loads(tokenizer.decoder.__getstate__())
+    state = _state(tokenizer.decoder) or {}
     parts = state.get("decoders", [state])
     return [part.get("type") for part in parts] == ["ByteLevel"]
+
+
+def _without_prefix(tokenizer: Tokenizer) -> Tokenizer:
+    """The same, but no space is put before a text, nor behind a special token, as SentencePiece's older forms do."""
+    steps = {name: _state(getattr(tokenizer, name)) for name in ("normalizer", "pre_tokenizer")}
+    unprefixed = {name: _unprefixed(step) for name, step in steps.items()}
+    if unprefixed == steps:
+        return tokenizer
+    return Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | unprefixed))
+
+
+def _unprefixed(step: Any) -> Any:
+    """A normalizer or pre-tokenizer, alone or as a sequence."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    for name in ("normalizers", "pretokenizers"):
+        if name in step:
+            step = step | {name: [part for part in map(_unprefixed, step[name]) if part is not None]}
+    return step | {name: value for name, value in _NO_PREFIX.items() if name in step}
+
+
+def _state(step: Any) -> Any:
+    """A step of a tokenizer as in tokenizer.json."""
+    return None if step is None else json.loads(step.__getstate__())
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -159,6 +198,14 @@ def _coords(path: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
         missing = coord_token(ids.index(None))
         raise ModelError(f"{path}: {len(known)} of {NUM_COORDS} coordinate tokens; add {missing}")
     return known
+
+
+def normalized(codec: TextCodec, text: str) -> str:
+    """The text in the Unicode form that the tokenizer gives it, such as NFC; a lone surrogate raises as in `encode`."""
+    written = codec.decode(codec.encode(text))
+    # Another difference is no form of the text: SentencePiece's space, or <unk> for what the vocabulary lacks.
+    is_same = unicodedata.normalize("NFKC", written) == unicodedata.normalize("NFKC", text)
+    return written if is_same else text
 
 
 def covering(ends: Sequence[int], start: int, stop: int) -> tuple[int, int]:

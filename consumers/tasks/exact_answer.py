@@ -1,7 +1,8 @@
 """Text task: the answer is right or wrong.
 
 Truth: a string, or `{"answer": str, "pattern": str}` where the pattern finds the answer in the model's text
-(last match; group 1 if there is one). Both sides are compared with surrounding white space stripped.
+(last match; group 1 if there is one). Both sides are compared with surrounding white space stripped. The truth counts
+in its own Unicode form and in the tokenizer's, which is what gets trained.
 
 - Right: reward 1, trained on the sampled tokens. Wrong: reward 0, trained on the truth's answer.
 - In a multi-turn rollout, the last turn gives the answer. Right: the sampled tokens of all turns are trained.
@@ -20,6 +21,7 @@ from typing import Any
 
 import regex
 
+from sluice.consumers.tasks.codec import normalized
 from sluice.consumers.tasks.rollout import (
     Response,
     answer_ids,
@@ -61,7 +63,7 @@ def parse(result: SequenceResult, ctx: TaskContext) -> Parsed:
     prefix_len = last_turn(result)[0] + len(ids)
     text = ctx.codec.decode(ids)[: ctx.options.max_text_chars]
     valid = bool(text.strip())
-    metrics = rollout_metrics(result, ctx.options) | {
+    metrics = rollout_metrics(result) | {
         "rollout/parse_truncated": float(prefix_len == len(result.token_ids)),
         "rollout/valid_samples": float(valid),
         "stage2/invalid_rollout": float(not valid),
@@ -75,25 +77,22 @@ def match(parsed: Parsed, truth: Any, ctx: TaskContext) -> Matched:
     if truth is None and reward is not None:
         return Matched(parsed, Verdict(None, reward > 0), {})
     answer = read_answer(truth, parsed.result.seq_id)
-    right = parsed.valid and extract(parsed.value, answer.pattern) == answer.text.strip()
+    _encode(answer.text, parsed.result.seq_id, ctx)  # one that can't be written is never right
+    forms = {text.strip() for text in (answer.text, normalized(ctx.codec, answer.text))}
+    right = parsed.valid and extract(parsed.value, answer.pattern) in forms
     return Matched(parsed, Verdict(answer, right), {})
 
 
 def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
     """Sampled tokens or the truth's answer, then the terminator, all with weight 1; see above for a policy loss."""
     parsed, verdict = matched.parsed, matched.value
-    response = _sampled(parsed, verdict, ctx) if ctx.policy.enabled else _taught(parsed, verdict, ctx)
+    response = sampled_response(parsed.result, verdict.right, ctx) if ctx.policy.enabled else _taught(matched, ctx)
     metrics = parsed.metrics | matched.metrics
     return training_sample(parsed.result, response, metrics, reward=float(verdict.right))
 
 
-def _sampled(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> Response:
-    if verdict.answer and not verdict.right:
-        _encode(verdict.answer.text, parsed.result.seq_id, ctx)  # a truth that can't be encoded is never right
-    return sampled_response(parsed.result, verdict.right, ctx)
-
-
-def _taught(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> Response:
+def _taught(matched: Matched, ctx: TaskContext) -> Response:
+    parsed, verdict = matched.parsed, matched.value
     stops, sampled_ids = ctx.codec.eos_token_ids, parsed.result.token_ids
     codes = segments_of(parsed.result, verdict.right, ctx.codec)
     if verdict.right:

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from sluice.consumers.tasks.segments import Segment
 from sluice.consumers.tasks.task import TaskContext, TextCodec
-from sluice.pipeline.config.types import RolloutMatchingConfig
 from sluice.pipeline.wire.messages import GeometryTarget, SequenceResult, TrainingSample
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
@@ -47,7 +46,7 @@ def answer_ids(result: SequenceResult, codec: TextCodec) -> list[int]:
     return ids[: next((at for at, token in enumerate(ids) if token in stops), len(ids))]
 
 
-def rollout_metrics(result: SequenceResult, options: RolloutMatchingConfig) -> dict[str, float]:
+def rollout_metrics(result: SequenceResult) -> dict[str, float]:
     """Task-independent counters of one sequence."""
     guard = result.triggers
     triggered = bool(guard.get("repeat_terminate"))

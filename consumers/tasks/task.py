@@ -26,6 +26,10 @@ class TextCodec(Protocol):
         """Ids of the text, no special tokens added; special tokens spelled in the text are recognised."""
         ...
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Ids of a text that other text precedes: no space is put before it."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Exact text of the ids, special tokens spelled out."""
         ...

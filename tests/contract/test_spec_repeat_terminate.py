@@ -16,7 +16,7 @@ import pytest
 
 from sluice.consumers.tasks.rollout import rollout_metrics
 from sluice.pipeline.config import load_config
-from sluice.pipeline.config.types import ModelConfig, RolloutMatchingConfig, WorkerConfig
+from sluice.pipeline.config.types import ModelConfig, WorkerConfig
 from sluice.pipeline.errors import ConfigError, RequestError
 from sluice.pipeline.telemetry.training_metrics import METRICS
 from sluice.producers.gateway.apis.infer import envelope
@@ -101,10 +101,10 @@ def test_the_explicit_trigger_signal_is_in_the_envelope_and_the_counter_comes_fr
     triggers = {"repeat_terminate": 1, "active": 1, "rule": "ngram", "at_token": 4}
     ended = sequence_result("r:0", finish_reason="repeat_terminated", triggers=triggers)
     assert envelope(ended, model="m").coordexp.repeat_terminate_triggered == 1
-    counted = rollout_metrics(ended, RolloutMatchingConfig())
+    counted = rollout_metrics(ended)
     assert counted["rollout/repeat_terminate_triggered_sequences"] == 1.0
     like = sequence_result("r:1", finish_reason="stop", triggers={"repeat_terminate": 0, "active": 1})
-    assert rollout_metrics(like, RolloutMatchingConfig())["rollout/repeat_terminate_triggered_sequences"] == 0.0
+    assert rollout_metrics(like)["rollout/repeat_terminate_triggered_sequences"] == 0.0
 
 
 def test_a_healthy_sequence_without_the_guard_is_the_same(

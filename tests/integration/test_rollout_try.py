@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 
-from sluice.pipeline.config.types import ModelConfig, WorkerConfig
+from sluice.pipeline.config.types import ImagesConfig, ModelConfig, WorkerConfig
 from sluice.pipeline.errors import ConfigError, ModelError, RequestError
-from sluice.pipeline.wire.messages import SamplingParams
+from sluice.pipeline.wire.messages import ImageRef, SamplingParams
 from sluice.producers.agents.tools import tool
 from sluice.producers.agents.tools.image import ToolImage
 from sluice.producers.agents.trial import GROUP
 from sluice.producers.cli import try_
 from sluice.producers.gateway.parsers import Call, Parsed
 from sluice.workers.engine.local import open_engine
+from sluice.workers.engine.prompts import Prompts
+from tests.contract.vlm_plain import PlainVlm
 from tests.pictures import png
 from tests.tiny_models import CONTEXT, save_tiny_model
 from tests.tiny_vision_models import save_tiny_qwen3_vl
+from tests.tiny_vlms import VLM_CONTEXT, picture
 
 SETTINGS = ("rollout_server.tool_latency_ms=[0, 0]",)
 CALLS = f"gateway.tool_parser={__name__}:always_calls"
@@ -154,3 +157,17 @@ async def test_an_engine_is_found_by_name_and_decodes_by_seed(model: str) -> Non
         assert len(capped.token_ids) <= 3
         with pytest.raises(RequestError, match=f"the context is {CONTEXT}"):
             await engine.decode([65] * CONTEXT, sampling, 1)
+
+
+async def test_a_prompt_with_an_image_decodes_up_to_the_context(vlm: str, tmp_path: Path) -> None:
+    """The image takes its room as the tokens that it becomes."""
+    shown, model = picture(40, 24), ModelConfig(path=vlm)
+    shown.save(tmp_path / "a.png")
+    message = {"role": "user", "content": [{"type": "text", "text": "a" * 440}, {"type": "image"}]}
+    prompt, sampling = Prompts(model).vlm([message]), SamplingParams(temperature=0, max_new_tokens=VLM_CONTEXT)
+    async with open_engine(model, WorkerConfig(), ImagesConfig(roots=(str(tmp_path),))) as engine:
+        found = await engine.decode(prompt, sampling, 1, [ImageRef(path=str(tmp_path / "a.png"))])
+    room = VLM_CONTEXT - len(found.prompt_token_ids)
+    assert room < VLM_CONTEXT - len(prompt)
+    assert (found.prompt_token_ids.tolist(), list(found.token_ids)) == PlainVlm(Path(vlm)).greedy(prompt, shown, room)
+    assert (found.finish_reason, found.sampling.max_new_tokens) == ("length", room)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sluice.consumers.tasks.codec import covering
+from sluice.consumers.tasks.codec import HFTextCodec, covering
 from sluice.consumers.tasks.detection.geometry import Geometry
 from sluice.consumers.tasks.detection.parse import ParsedObject, parse
 from sluice.consumers.tasks.detection.target import Edit, draft
@@ -28,21 +28,29 @@ from tests.detection_rollouts import (
     run,
     tokens_anyhow,
 )
+from tests.merged_tokenizers import family_codec
 from tests.tiny_tokenizer import tiny_codec
 
-KINDS = st.sampled_from(["words", "coords", "merged", "bytes"])
+WITH_COORDS = ("coords", "pieces and coords")
+KINDS = st.sampled_from(["words", "merged", "bytes", "pieces", "normalized", *WITH_COORDS])
 BROKEN = st.sampled_from(
     [obj("", 1, 2, 3, 4), obj("x", 9, 9, 1, 1), obj("x", 1, 2, 3), {"desc": 5, "bbox_2d": [1, 2, 3, 4]}]
 )
 SLOW = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+def codec_of(kind: str) -> HFTextCodec:
+    if kind.startswith("pieces"):
+        return family_codec("llama_like", coord_tokens=kind in WITH_COORDS)
+    return family_codec("qwen_like") if kind == "normalized" else tiny_codec(kind)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]], list[int], dict[str, Any]]:
     """(codec kind, truths, sampled ids, options): predictions near the truths, others, broken ones, any cut."""
     kind, grammar = draw(KINDS), draw(st.sampled_from(["object_n", "objects"]))
-    codec, listed = tiny_codec(kind), grammar == "objects"
-    mode = draw(st.sampled_from(["truth_labels", "geometry"])) if kind == "coords" else "truth_labels"
+    codec, listed = codec_of(kind), grammar == "objects"
+    mode = draw(st.sampled_from(["truth_labels", "geometry"])) if kind in WITH_COORDS else "truth_labels"
     objects = LISTED if listed else OBJECTS
     truths = draw(st.lists(objects if mode == "truth_labels" else OBJECTS, max_size=4))
     near = [_near(draw, item, listed=listed) for item in truths]
@@ -80,7 +88,7 @@ def _kept(matched: Matched) -> list[tuple[str, Geometry]]:
 
 
 def _check_text(kind: str, grammar: str, matched: Matched, sample: TrainingSample) -> None:
-    codec, ctx = tiny_codec(kind), context(tiny_codec(kind), grammar=grammar)
+    codec, ctx = codec_of(kind), context(codec_of(kind), grammar=grammar)
     response = list(sample.token_ids[sample.prompt_len :])
     assert response[-1] == codec.eos_token_ids[0]
     again = parse(rollout(response), ctx).value
@@ -100,13 +108,15 @@ def _check_text(kind: str, grammar: str, matched: Matched, sample: TrainingSampl
 @given(cases())
 def test_target_keeps_the_prefix_and_completes_it(case: Any) -> None:
     kind, truths, ids, options = case
-    matched, sample = run(ids, truths, context(tiny_codec(kind), **options))
+    codec, ctx = codec_of(kind), context(codec_of(kind), **options)
+    matched, sample = run(ids, truths, ctx)
     kept = matched.parsed.prefix_len
+    assert codec.decode(list(sample.token_ids)[len(PROMPT) : -1]) == draft(matched, ctx).text
     assert list(sample.token_ids[: len(PROMPT)]) == PROMPT
     assert list(sample.token_ids[len(PROMPT) : len(PROMPT) + kept]) == list(ids[:kept])
     _check_text(kind, options["grammar"], matched, sample)
     junk = matched.parsed.value.start if kept else 0
-    ends = tiny_codec(kind).char_ends(list(ids[:kept]))
+    ends = codec.char_ends(list(ids[:kept]))
     assert not any(list(sample.weights)[len(PROMPT) + at] for at, end in enumerate(ends) if end <= junk)
 
 
@@ -114,7 +124,7 @@ def test_target_keeps_the_prefix_and_completes_it(case: Any) -> None:
 @given(cases())
 def test_supervision_follows_the_segments(case: Any) -> None:
     kind, truths, ids, options = case
-    _, sample = run(ids, truths, context(tiny_codec(kind), **options))
+    _, sample = run(ids, truths, context(codec_of(kind), **options))
     for code, weight, label, token in zip(
         sample.segments, sample.weights, sample.labels, sample.token_ids, strict=True
     ):
@@ -147,7 +157,7 @@ def test_supervision_follows_the_segments(case: Any) -> None:
 @given(cases())
 def test_behaviour_arrays_stand_at_the_kept_tokens(case: Any) -> None:
     kind, truths, ids, options = case
-    matched, sample = run(ids, truths, context(tiny_codec(kind), **options))
+    matched, sample = run(ids, truths, context(codec_of(kind), **options))
     start, kept = sample.prompt_len, matched.parsed.prefix_len
     result = matched.parsed.result
     inside = slice(start, start + kept)
@@ -162,7 +172,7 @@ def test_behaviour_arrays_stand_at_the_kept_tokens(case: Any) -> None:
 @given(cases())
 def test_the_first_changed_label_of_a_value_goes_on_towards_the_truth(case: Any) -> None:
     kind, truths, ids, options = case
-    codec = tiny_codec(kind)
+    codec = codec_of(kind)
     ctx = context(codec, grammar=options["grammar"])
     matched, sample = run(ids, truths, ctx)
     plan = draft(matched, ctx)

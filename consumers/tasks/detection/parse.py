@@ -83,7 +83,7 @@ def parse(result: SequenceResult, ctx: TaskContext) -> Parsed:
     cut = objects[-1].end if valid else 0
     prefix_len, kept_chars = clean_cut(ctx.codec, ids, text, cut)
     value = DetectionParse(text, objects, not found.closed, cut, kept_chars, found.start)
-    metrics = rollout_metrics(whole, ctx.options) | _metrics(value)
+    metrics = rollout_metrics(whole) | _metrics(value)
     return Parsed(result, value, prefix_len, valid, metrics)
 
 

@@ -154,22 +154,28 @@ def draft(matched: Matched, ctx: TaskContext) -> Draft:
         pieces = answer_pieces(value.truths, 1, coord_tokens, goes_on=False, grammar=grammar)
         text = _text(pieces)
         boxes = _appended_boxes(pieces, value.truths, 0)
-        return Draft(text, ctx.codec.encode(text), 0, _codes(pieces), len(value.truths), boxes=boxes)
+        return Draft(text, _answer_ids(text, ctx.codec), 0, _codes(pieces), len(value.truths), boxes=boxes)
     appended = [value.truths[at] for at in value.unmatched]
     pieces = answer_pieces(appended, parsed.value.next_index, coord_tokens, goes_on=True, grammar=grammar)
     boxes = _matched_boxes(parsed.value, value) + _appended_boxes(pieces, appended, parsed.value.cut)
     return _after_prefix(matched, pieces, boxes, ctx)
 
 
+def _answer_ids(text: str, codec: TextCodec) -> list[int]:
+    """Of a whole answer: a text of its own, unless the tokenizer then puts spaces into it, behind special tokens."""
+    ids = codec.encode(text)
+    return ids if codec.decode(ids) == text else codec.encode_continuation(text)
+
+
 def _after_prefix(matched: Matched, pieces: list[Piece], boxes: list[WrittenBox], ctx: TaskContext) -> Draft:
     parsed: DetectionParse = matched.parsed.value
     value: DetectionMatch = matched.value
-    kept = matched.parsed.prefix_len
+    kept, encode = matched.parsed.prefix_len, ctx.codec.encode_continuation
     rest, tail = parsed.text[parsed.kept_chars : parsed.cut], _text(pieces)
     if parsed.kept_chars >= _last_value_end(parsed, value):
-        new_ids = ctx.codec.encode(rest + tail)
+        new_ids = encode(rest + tail)
     else:
-        new_ids = (ctx.codec.encode(rest) if rest else []) + ctx.codec.encode(tail)
+        new_ids = encode(rest) + encode(tail)
     return Draft(
         text=parsed.text[: parsed.cut] + tail,
         token_ids=[*matched.parsed.result.token_ids[:kept], *new_ids],
@@ -301,19 +307,19 @@ def _wanted(codec: TextCodec, sampled: Sampled, group: _Group) -> tuple[list[int
     start = sampled.ends[group.first - 1] if group.first else 0
     stop = sampled.ends[group.last]
     middle = _replaced(sampled.text, start, stop, group.edits)
-    left_token = max(0, group.first - _LEFT_TOKENS)
-    left = sampled.text[sampled.ends[left_token - 1] if left_token else 0 : start]
-    right = sampled.text[stop : stop + _RIGHT_CHARS]
-    for context in (left, ""):
-        stream = codec.encode(context + middle + right)
+    before = sampled.token_ids[max(0, group.first - _LEFT_TOKENS) : group.first]
+    left, text = codec.decode(before), middle + sampled.text[stop : stop + _RIGHT_CHARS]
+    encode = codec.encode_continuation if before else codec.encode
+    # Tokenised together with what precedes it; where a token would straddle that border, alone.
+    for stream, begin in ((encode(left + text), 0), ([*before, *encode(text)], len(before))):
+        if codec.decode(stream) != left + text:
+            continue
         ends = codec.char_ends(stream)
-        skip = bisect_left(ends, len(context)) + 1 if context else 0
-        if context and ends[skip - 1] != len(context):
+        skip = begin or (bisect_left(ends, len(left)) + 1 if left else 0)
+        if codec.decode(stream[:skip]) != left:
             continue
-        if codec.decode(stream[skip:]) != middle + right:
-            continue
-        border = bisect_left(ends, len(context) + len(middle))
-        whole = ends[border] == len(context) + len(middle)
+        border = bisect_left(ends, len(left) + len(middle))
+        whole = ends[border] == len(left) + len(middle)
         return stream[skip:], border + 1 - skip if whole else None
     return [], None
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sluice.consumers.tasks.codec import coord_token
+from sluice.consumers.tasks.codec import coord_token, normalized
 from sluice.consumers.tasks.detection.geometry import Box, Geometry, is_box, is_polygon
 from sluice.consumers.tasks.detection.grammar import OBJECT_N, Grammar
 from sluice.consumers.tasks.segments import Segment
@@ -25,7 +25,7 @@ Piece = tuple[str, Segment]
 class Truth:
     """One true object."""
 
-    desc: str
+    desc: str  # in the tokenizer's Unicode form, so that its tokens have as many characters
     geometry: Geometry
     is_desc_first: bool = True  # key order in the row
 
@@ -58,7 +58,7 @@ def _read(item: Any, where: str, codec: TextCodec, grammar: Grammar) -> Truth:
         raise TaskError(f"{where}.desc {desc!r:.80} contains a turn terminator; remove it")
     geometry = _polygon(item[kind], where) if kind == "poly" else _box(item[kind], where)
     # Keys are written in the order of the row; the older grammar has only one order.
-    return Truth(desc, geometry, is_desc_first=grammar.is_numbered or next(iter(item)) == "desc")
+    return Truth(normalized(codec, desc), geometry, is_desc_first=grammar.is_numbered or next(iter(item)) == "desc")
 
 
 def _box(box: Any, where: str) -> Geometry:

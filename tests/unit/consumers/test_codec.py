@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from sluice.consumers.tasks.codec import HFTextCodec
+from sluice.consumers.tasks.codec import HFTextCodec, coord_token, normalized
 from sluice.pipeline.errors import ModelError
 from tests.detection_rollouts import tokens_anyhow
+from tests.merged_tokenizers import family_codec
 from tests.tiny_tokenizer import TURN_END, save_tiny_tokenizer, tiny_codec
 
 
@@ -113,3 +115,62 @@ def test_a_sentencepiece_like_vocabulary(tmp_path: Path) -> None:
     assert ends == sorted(ends)
     assert ends[-1] == len("a big 🙂 dog")
     assert codec.decode(ids[: ends.index(7) + 1]) == "a big 🙂"
+
+
+ANSWER = '{"object_1": {"desc": "a big  dog", "bbox_2d": [12, 40, 480, 400]}}'
+
+
+@pytest.mark.parametrize("family", ["llama_like", "unigram", "qwen_like", "whole_lines"])
+def test_a_continuation_has_no_space_before_it(family: str) -> None:
+    codec = family_codec(family)
+    for at in range(1, len(ANSWER)):
+        ids = codec.encode(ANSWER[:at]) + codec.encode_continuation(ANSWER[at:])
+        assert codec.decode(ids) == ANSWER
+
+
+def test_a_continuation_has_no_space_behind_a_special_token() -> None:
+    codec = family_codec("llama_like", coord_tokens=True)
+    coords = ", ".join(map(coord_token, (12, 40, 480, 400)))
+    assert codec.decode(codec.encode_continuation(f"[{coords}]}}")) == f"[{coords}]}}"
+
+
+def test_a_continuation_of_bytes_has_no_space_before_it(tmp_path: Path) -> None:
+    save_tiny_tokenizer(tmp_path)
+    tree = json.loads((tmp_path / "tokenizer.json").read_text())
+    tree["pre_tokenizer"]["add_prefix_space"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    codec = HFTextCodec(tmp_path)
+    assert codec.decode(codec.encode("seven")) == " seven"
+    assert codec.encode_continuation("seven") == tiny_codec().encode("seven")
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\u2581\ufffd"), max_size=40))
+@settings(max_examples=150, deadline=None)
+def test_ends_of_pieces_are_those_of_complete_characters(text: str) -> None:
+    codec = family_codec("llama_like")
+    ids = codec.encode(text)
+    assert codec.decode(ids) == text
+    spelled, ends = b"", []
+    for piece in (codec._tokenizer.id_to_token(token) or "" for token in ids):
+        is_byte = len(piece) == 6 and piece.startswith("<0x")
+        spelled += bytes.fromhex(piece[3:5]) if is_byte else piece.replace("\u2581", " ").encode()
+        ends.append(len(spelled[1:].decode("utf-8", "ignore")))
+    assert codec.char_ends(ids) == ends
+
+
+def test_a_character_belongs_to_the_byte_that_completes_it_behind_an_empty_token() -> None:
+    codec = family_codec("llama_like")
+    ids = codec.encode("🙂 dog")
+    assert codec.char_ends(ids)[:5] == [0, 0, 0, 0, 1], "the space before the text, and four bytes"
+
+
+@pytest.mark.parametrize("text", ["cafe\u0301 cre\u0300me", " \u212b ", "\u0301"])
+def test_a_text_is_written_in_the_unicode_form_of_the_tokenizer(text: str) -> None:
+    assert normalized(family_codec("qwen_like"), text) == unicodedata.normalize("NFC", text)
+    assert normalized(tiny_codec(), text) == text, "it has no normalizer"
+
+
+@pytest.mark.parametrize("text", ["  a b ", "\u0645", "a\u2581b", "say <|box|> now"])
+@pytest.mark.parametrize("family", ["llama_like", "unigram", "wordpiece"])
+def test_nothing_but_the_unicode_form_of_a_text_is_changed(family: str, text: str) -> None:
+    assert normalized(family_codec(family), text) == text

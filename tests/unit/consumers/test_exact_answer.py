@@ -17,6 +17,7 @@ from sluice.pipeline.telemetry.training_metrics import reduce
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.detection_rollouts import PROMPT, rollout
+from tests.merged_tokenizers import family_codec
 from tests.tiny_tokenizer import tiny_codec
 
 OPTIONS = RolloutMatchingConfig(task="exact_answer")
@@ -169,6 +170,26 @@ def test_the_last_match_of_the_pattern_counts() -> None:
     samples = [run(ids_of(text), truth) for text in ("answer: 1, no, answer: 42", "answer: 42, no, answer: 1", "42")]
     assert [sample.reward for sample in samples] == [1.0, 0.0, 0.0]
     assert reduce([sample.metrics for sample in samples])["rollout/reward_mean"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("pattern", [None, r"is (.*)"])
+def test_what_is_taught_is_right_though_the_tokenizer_normalizes_it(pattern: str | None) -> None:
+    codec = family_codec("qwen_like")
+    ctx = replace(CTX, codec=codec)
+    truth = {"answer": "cafe\u0301 cre\u0300me", "pattern": pattern}
+
+    def judged(ids: list[int]) -> TrainingSample:
+        task = load_task(OPTIONS)
+        return task.target(task.match(task.parse(rollout([*before, *ids]), ctx), truth, ctx), ctx)
+
+    before: list[int] = []
+    taught = list(judged(codec.encode("tea")).token_ids)[PROMPT_LEN:-1]
+    assert codec.decode(taught) == "caf\u00e9 cr\u00e8me"
+    before = codec.encode("it is ") if pattern else []
+    decomposed = [token for char in "cafe\u0301 cre\u0300me" for token in codec.encode(char)]
+    assert codec.decode(decomposed) == truth["answer"]
+    rewards = [judged(ids).reward for ids in (taught, decomposed, codec.encode("cafe creme"))]
+    assert rewards == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|aa)+$", r"a*a*a*a*a*b", r"(.*)(.*)(.*)\1x"])

@@ -27,6 +27,9 @@ class PiecesCodec:
             text = text[len(piece) :]
         return ids
 
+    def encode_continuation(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(self.pieces[token] for token in token_ids)
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from sluice.consumers.tasks.rollout import rollout_metrics
-from sluice.pipeline.config.types import RolloutMatchingConfig
 from sluice.pipeline.telemetry.training_metrics import reduce
 from sluice.pipeline.wire.messages import SamplingParams, SequenceResult
 from sluice.pipeline.wire.tokens import Runs
@@ -32,7 +31,7 @@ def looped(number: int, at_token: int, **changes: Any) -> SequenceResult:
 
 
 def guard(*results: SequenceResult) -> tuple[float, float, float]:
-    found = reduce([rollout_metrics(one, RolloutMatchingConfig()) for one in results])
+    found = reduce([rollout_metrics(one) for one in results])
     names = ("active", "triggered_sequences", "tokens_saved")
     active, triggered, saved = (found[PREFIX + name] for name in names)
     return active, triggered, saved
@@ -50,9 +49,9 @@ def test_an_ending_without_a_flag_counts_nothing(reason: Any) -> None:
 
 
 def test_both_backends_are_told_apart() -> None:
-    found = reduce([rollout_metrics(result(1, backend=name), RolloutMatchingConfig()) for name in ("hf", "vllm")])
+    found = reduce([rollout_metrics(result(1, backend=name)) for name in ("hf", "vllm")])
     assert (found["rollout/backend_hf"], found["rollout/backend_vllm"]) == (1, 1)
-    alone = reduce([rollout_metrics(looped(1, 2, backend="vllm"), RolloutMatchingConfig())])
+    alone = reduce([rollout_metrics(looped(1, 2, backend="vllm"))])
     assert (alone["rollout/backend_hf"], alone["rollout/backend_vllm"]) == (0, 1)
     assert alone[f"{PREFIX}triggered_sequences"] == 1
 
@@ -60,7 +59,7 @@ def test_both_backends_are_told_apart() -> None:
 def test_turns_are_averaged_and_what_stands_between_them_is_not_generated() -> None:
     single = looped(1, 2)  # the terminator that the guard forced is no tool's
     several = result(2, turn=3, response_mask=Runs([(1, 1), (0, 1), (1, 1)]))
-    found = reduce([rollout_metrics(one, RolloutMatchingConfig()) for one in (single, several)])
+    found = reduce([rollout_metrics(one) for one in (single, several)])
     assert (found["rollout/num_turns"], found["rollout/tool_tokens"]) == (2, 1)
     assert found["rollout/gen_new_tokens_total"] == 3 + 2
     assert found["rollout/rollout_len_mean"] == 3

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from sluice.consumers.tasks.detection.target import check_options, truth_only
+from sluice.consumers.tasks.detection.target import check_options, draft, truth_only
 from sluice.consumers.tasks.segments import Segment
 from sluice.pipeline.errors import ConfigError, TaskError
 from sluice.pipeline.telemetry.training_metrics import reduce
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import Runs
 from tests.detection_rollouts import PROMPT, answer, context, obj, rollout, run
+from tests.merged_tokenizers import family_codec
 from tests.tiny_tokenizer import tiny_codec
 
 TRUTHS = [obj("seven", 100, 100, 300, 300), obj("nine", 600, 600, 800, 800)]
@@ -162,6 +163,60 @@ def test_the_closing_brace_is_supervised_after_a_false_positive(kind: str) -> No
     assert codec.decode(sample.token_ids[-2:]) == "}<|im_end|>"
     assert list(sample.weights[-2:]) == [1.0, 1.0]
     assert sum(sample.weights) == 2.0
+
+
+@pytest.mark.parametrize("family", ["llama_like", "unigram", "qwen_like"])
+@pytest.mark.parametrize("grammar", ["object_n", "objects"])
+def test_a_right_answer_is_taught_token_by_token_as_it_was_written(family: str, grammar: str) -> None:
+    codec = family_codec(family)
+    ids = codec.encode(answer(TRUTHS, codec, grammar=grammar))
+    _, sample = run(ids, TRUTHS, context(codec, grammar=grammar))
+    assert list(sample.token_ids)[len(PROMPT) :] == list(sample.labels)[len(PROMPT) :] == [*ids, codec.eos_token_ids[0]]
+
+
+@pytest.mark.parametrize("coord_tokens", [False, True])
+@pytest.mark.parametrize(
+    ("written", "truths"), [(TRUTHS[:1], TRUTHS), (WRITTEN, TRUTHS), (WRITTEN, []), ([], TRUTHS), ([], [])]
+)
+def test_pieces_spell_the_target_and_nothing_else(
+    written: list[dict[str, Any]], truths: list[dict[str, Any]], coord_tokens: bool
+) -> None:
+    """SentencePiece puts a space before every text, and behind every special token."""
+    codec = family_codec("llama_like", coord_tokens=coord_tokens)
+    ctx = context(codec)
+    matched, sample = run(codec.encode_continuation(answer(written, codec)), truths, ctx)
+    said = codec.decode(list(sample.token_ids)[len(PROMPT) : -1])
+    kept = written if matched.parsed.valid else []
+    unmatched = [truths[at] for at in matched.value.unmatched] if kept else truths
+    assert said == draft(matched, ctx).text == answer([*kept, *unmatched], codec)
+    columns = zip(sample.token_ids, sample.segments, strict=True)
+    descs = codec.decode([token for token, code in columns if code == Segment.appended_desc])
+    assert all(item["desc"] in descs for item in unmatched)
+
+
+def test_a_label_behind_a_comma_that_the_tokenizer_would_have_merged_has_one_space() -> None:
+    codec = family_codec("llama_like")
+    said, wanted = (answer([obj("cat", 100, 100, 300, y2)], codec) for y2 in (310, 290))
+    first, last = (wanted.index(part) for part in (" 290", "]}}"))
+    ids = codec.encode(said[:first]) + codec.encode_continuation(said[first:])
+    assert codec.encode(said) != ids, "the tokenizer has pieces with a comma and a space"
+    _, sample = run(ids, [obj("cat", 100, 100, 300, 290)], context(codec))
+    labels = list(sample.labels)[len(PROMPT) :]
+    at = next(at for at, label in enumerate(labels) if label != ids[at])
+    taught = codec.decode([*ids[:at], labels[at]])
+    assert sample.weights[len(PROMPT) + at] == 1.0
+    assert wanted[:first] < taught <= wanted[:last]
+    assert wanted.startswith(taught)
+
+
+@pytest.mark.parametrize("has_match", [False, True])
+def test_a_truth_is_written_in_the_unicode_form_of_the_tokenizer(has_match: bool) -> None:
+    codec = family_codec("qwen_like", coord_tokens=True)
+    ctx = context(codec, matched_supervision="geometry")
+    said = answer(TRUTHS[1:], codec) if has_match else "I see nothing."
+    samples = [run(said, [obj(desc, 100, 100, 300, 300), *TRUTHS[1:]], ctx)[1] for desc in ("caf\u00e9", "cafe\u0301")]
+    assert samples[0] == samples[1]
+    assert len(samples[1].geometry) == 2
 
 
 POLY = {"desc": "nine", "poly": [600, 600, 800, 600, 700, 800]}
