@@ -180,7 +180,8 @@ def replay(
     tokens, whose logprobs are compared. With its trace, masks, reward and the gradient step it went into. Needs the
     history and the versions (weights.retention); no broker.
 
-    Exit code 1 when the tokens, or a logprob by more than the tolerance, are others; with `--version` that is no error.
+    Exit code 1 when the tokens, or a logprob by more than the tolerance, are others, or a logprob is NaN or infinite;
+    with `--version` that is no error.
 
     Example: `sluice replay 5b1e:0 --run .sluice/runs/text`
     Example: `sluice replay 5b1e:0 --run .sluice/runs/text --version 12`
@@ -205,8 +206,7 @@ def replay(
         print_json(found)
     else:
         print_replay(found, tokens)
-    differs = found.is_same is False or (found.max_difference or 0.0) > tolerance
-    return 1 if differs and version is None else 0
+    return 1 if version is None and found.differs(tolerance) else 0
 
 
 def _run_of(sequence: str, run: str | None, config: Path | None, overrides: Sequence[str]) -> tuple[Path, Config]:

@@ -123,6 +123,7 @@ class Rewards:
         self._codec, self._most_chars = codec, options.max_text_chars
         self.functions = reward_functions(options)
         self._named: set[str] = set()
+        self._told = False  # that there are too many
 
     def __bool__(self) -> bool:
         return bool(self.functions)
@@ -175,11 +176,10 @@ class Rewards:
         """Each name is a metric: those beyond the limit count in the total alone."""
         new = [name for name in parts if name not in self._named]
         room = MAX_REWARD_PARTS - len(self._named)
-        if len(new) > room:
-            if room:  # once
-                get_logger().warning("the reward has too many names; the rest is in no metric", most=MAX_REWARD_PARTS)
-            new = new[:room]
-        self._named.update(new)
+        if len(new) > room and not self._told:
+            self._told = True
+            get_logger().warning("the reward has too many names; the rest is in no metric", most=MAX_REWARD_PARTS)
+        self._named.update(new[:room])
         return {name: value for name, value in parts.items() if name in self._named}
 
 

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 from contextlib import AbstractAsyncContextManager, closing
@@ -55,7 +56,7 @@ STEP_VALUES = (
 
 
 class ReplayedToken(msgspec.Struct, frozen=True, kw_only=True):
-    """One token after the prompt; logprobs in nats, None where there is none."""
+    """One token after the prompt; logprobs in nats, None where there is none or `not_finite`."""
 
     at: int  # from the first sampled token
     token_id: int
@@ -65,6 +66,7 @@ class ReplayedToken(msgspec.Struct, frozen=True, kw_only=True):
     left_out: str = ""  # why not
     logprob: float | None = None  # as stored
     logprob_again: float | None = None  # of the same token
+    not_finite: bool = False  # one of the two is NaN or infinite, of a token whose logprob was asked for
     proximal: float | None = None  # as the step used it
     decoded_id: int | None = None  # what was decoded at this position; None: nothing was
     decoded_text: str = ""
@@ -96,6 +98,11 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[ReplayedToken] = []
     decoded: list[int] = []  # all token ids that were decoded
     trace: SequenceTrace
+
+    def differs(self, tolerance: float) -> bool:
+        """Whether other tokens were decoded, or a logprob is off by more than `tolerance` nats or not finite."""
+        is_off = self.max_difference is not None and self.max_difference > tolerance
+        return self.is_same is False or is_off or any(one.not_finite for one in self.tokens)
 
 
 class Decoded(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,6 +232,9 @@ def _replay(
     for at, (token, version) in enumerate(zip(ids, result.versions.expand(), strict=True)):
         now = decoded[at] if at < len(decoded) else None
         is_trained, why = masks[at]
+        was, computed = float(stored.logprobs[start + at]), float(again[start + at])
+        # Of a result without logprobs some turns may have them: NaN stands where nobody asked.
+        is_due = version >= 0 and (result.has_logprobs or not math.isnan(was))
         tokens.append(
             ReplayedToken(
                 at=at,
@@ -233,8 +243,9 @@ def _replay(
                 version=version,
                 trained=is_trained,
                 left_out=why,
-                logprob=_number(float(stored.logprobs[start + at])) if version >= 0 else None,
-                logprob_again=_number(float(again[start + at])),
+                logprob=_number(was) if version >= 0 else None,
+                logprob_again=_number(computed),
+                not_finite=is_due and not (math.isfinite(was) and math.isfinite(computed)),
                 proximal=_number(proximal[start + at]) if same_shape and len(proximal) > start + at else None,
                 decoded_id=now,
                 decoded_text="" if now is None else codec.decode([now]),
@@ -290,7 +301,7 @@ def _masks(detail: SequenceDetail, start: int, count: int) -> list[tuple[bool | 
 
 
 def _number(value: float) -> float | None:
-    return value if np.isfinite(value) else None
+    return value if math.isfinite(value) else None
 
 
 def print_replay(found: Replay, most: int) -> None:
@@ -326,6 +337,8 @@ def _about(found: Replay) -> str:
 
 def _verdict(found: Replay) -> str:
     gap = "" if found.max_difference is None else f"; logprobs differ by at most {found.max_difference:.1e} nats"
+    if count := sum(one.not_finite for one in found.tokens):
+        gap += f"; {count} {'has' if count == 1 else 'have'} a logprob that is NaN or infinite"
     where = "the recorded versions" if found.under is None else f"version {found.under}"
     if found.is_same is None:
         return f"not decoded again ({found.not_decoded}); teacher-forced under {where}{gap}"
@@ -350,9 +363,10 @@ def _table(found: Replay, most: int) -> Table:
         now = "" if one.decoded_id is None else "=" if is_same else f"{one.decoded_id} {one.decoded_text!r}"
         cells = (
             str(one.at), str(one.token_id), repr(one.text), "-" if one.version < 0 else f"v{one.version}", mask,
-            _nats(one.logprob), _nats(one.logprob_again), "" if gap is None else f"{gap:+.1e}", now,
+            _nats(one.logprob), _nats(one.logprob_again),
+            "not finite" if one.not_finite else "" if gap is None else f"{gap:+.1e}", now,
         )  # fmt: skip
-        style = "" if one.decoded_id is None or is_same else "yellow"
+        style = "yellow" if one.not_finite or not (one.decoded_id is None or is_same) else ""
         table.add_row(*(Text(cell, style=style) for cell in cells))
     return table
 

@@ -48,7 +48,6 @@ _HIDDEN = re.compile(
     "\u2060-\u206f\u3164\ud800-\udfff\ufeff\uffa0\ufff0-\ufffb\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
 NOTHING = "–"
-_BRIEF = 130  # characters
 
 
 def visible(text: object, limit: int = 0) -> str:

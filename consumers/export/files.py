@@ -1,5 +1,6 @@
 """The files of an export: typed columns, formats, and a temporary path that is renamed when they are complete.
 
+- Temporary directories have names of their own: what a killed export leaves behind stops no other.
 - Parquet and datasets have typed columns (`columns`); fields without a fixed shape (`JSON_COLUMNS`) are JSON text.
 - Row groups are bounded, so that a reader never holds a whole run.
 """
@@ -8,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
-import shutil
 import tempfile
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
@@ -68,17 +67,15 @@ def aside(out: Path) -> Generator[Path]:
     if out.exists():
         raise DataError(f"{out} exists; name another, or delete it")
     out.parent.mkdir(parents=True, exist_ok=True)
-    path = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
+    with temporary(out) as directory:
+        path = directory / out.name
         yield path
         path.rename(out)
-    finally:
-        _remove(path)
 
 
 @contextlib.contextmanager
 def temporary(out: Path) -> Generator[Path]:
-    """A directory beside the export, for as long as it's written."""
+    """A directory beside the file or directory `out`, for as long as that is written."""
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent) as directory:
         yield Path(directory)
 
@@ -128,9 +125,7 @@ def write_dataset(
 ) -> None:
     """A directory for `datasets.load_from_disk`."""
     module = datasets_module()
-    work = path.with_name(f"{path.name}-parts")
-    work.mkdir()
-    try:
+    with temporary(path) as work:
         write_parquet(rows, work / "rows.parquet", sft=sft, images=images, shape=shape)
         bars = module.are_progress_bars_disabled()
         module.disable_progress_bars()
@@ -140,8 +135,6 @@ def write_dataset(
         finally:
             if not bars:
                 module.enable_progress_bars()
-    finally:
-        _remove(work)
 
 
 def datasets_module() -> Any:
@@ -164,10 +157,3 @@ def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
             group, tokens, num_bytes = [], 0, 0
     if group:
         yield group
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

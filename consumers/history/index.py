@@ -34,7 +34,7 @@ from sluice.pipeline.errors import DataError, MessageError
 from sluice.pipeline.logs import get_logger
 
 NAME, LOCK = "index.sqlite", "index.lock"
-_SCHEMA = 4
+_SCHEMA = 5
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _TABLES = """
 create table progress (
@@ -45,6 +45,7 @@ create table entries (
   version_min integer not null, version_max integer not null, seq_id text not null, job_id text not null,
   length integer not null, reward real, prompt integer not null);
 create unique index by_num on entries (file, num);
+create index by_seq_id on entries (seq_id);
 create index by_reward on entries (reward);
 create index by_length on entries (length);
 create index by_prompt on entries (prompt, version_max);
@@ -274,7 +275,7 @@ class HistoryIndex:
     def durations(self) -> dict[str, dict[int, int]]:
         """How many sequences `waited` in the queue and `took` on a worker for how long: by number of `bucket`.
 
-        Of all that were ever indexed: those that were pruned still count.
+        Of all that were ever indexed: those that were pruned, or finished again, still count.
         """
         with self._asking() as db:
             found = db.execute("select kind, bucket, sum(count) from durations group by kind, bucket").fetchall()

@@ -6,6 +6,7 @@
 
 - `trained` has what each sequence adds to its step: after a trainer's death sequences are trained again, perhaps in
   another step, and count there alone.
+- A sequence that was written again comes with a new number, and replaces what the index has of it.
 - A file that was replaced is forgotten and read anew.
 - Texts are bounded by MOST_TEXT characters each; a prompt is stored and decoded once, however often it comes.
 - KL is k3 of behaviour against proximal: the mean over tokens of r - 1 - log r, r = exp(proximal - behaviour), where
@@ -154,6 +155,8 @@ class Indexer:
 
     def _sequences(self, db: sqlite3.Connection, name: str, done: int) -> tuple[int, int]:
         rows = self._files.ask(name, _NEXT, [done, _PORTION])
+        marks = ",".join("?" * len(rows))  # `+`: SQLite would go through all entries of the file
+        self._delete(db, f"seq_id in ({marks}) and +file = ?", [*(row[1] for row in rows), name])
         lasted = Counter[tuple[str, int]]()
         for num, seq_id, job_id, at, *shown, raw_row, raw_result in rows:
             try:

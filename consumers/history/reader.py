@@ -1,7 +1,8 @@
 """All history files of a run as one, newest first. Blocking: call it in a thread.
 
 - Safe while the files are being written: no page repeats or skips a row that existed when the first page was read,
-  unless it has been pruned since. A page's cursor holds, for each file, the number below which the next page starts.
+  unless it has been pruned or replaced since. A page's cursor holds, for each file, the number below which the next
+  page starts.
 - Missing files count as empty; DataError for one that can't be read or has another schema. A file that was replaced by
   another of the same name is reopened.
 - Thread-safe: a lock lets one query through at a time.

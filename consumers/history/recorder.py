@@ -1,10 +1,11 @@
 """Records what the consumer and the trainer finish; the only writer of a history file.
 
-- Written before the hand-off: if a consumer dies in between, its successor redoes the work and writes the same again.
+- Written before the hand-off: if a consumer dies in between, its successor redoes the work and writes it again.
 - The first failure is logged and ends the recording: history never stops a role.
-- One transaction per call. Writing a job again replaces it in place and keeps the order.
-- Agents choose ids of rollouts and groups, and may use one again. A job that was enqueued at another time is another
-  job: it goes to the end, and its sequences leave whatever job had their ids.
+- One transaction per call. Writing the same job again keeps its place.
+- A job that ended otherwise goes to the end, with new numbers, so that the index reads it: a successor's rewards may
+  differ (a random function), and so may its tokens (the broker lost its last second). Agents choose ids of rollouts and
+  groups, and may use one again: its sequences leave whatever job had it.
 - Beyond `max_sequences` or `max_mb` whole jobs are deleted, oldest first; the newest one always stays. Freed pages are
   reused, so the file neither shrinks nor grows.
 - Pruning deletes 3 % of the limit at a time. Ids are hashes, so two index entries rarely share a page, and a
@@ -34,20 +35,19 @@ from sluice.pipeline.telemetry.training_metrics import reward_parts
 from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample, Wire, encode
 
 _PORTIONS = 32  # of a full file; pruning deletes one at a time
-_SEQUENCE = (
-    "insert into sequences"
-    " (seq_id, job_id, at, state, finish_reason, worker, task, triggered, version_min, version_max)"
-    " values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) on conflict (seq_id) do update set job_id=excluded.job_id,"
-    " state=excluded.state, finish_reason=excluded.finish_reason, worker=excluded.worker, task=excluded.task,"
-    " triggered=excluded.triggered, version_min=excluded.version_min, version_max=excluded.version_max"
-    " returning num, at"
+_SEQUENCE = (  # one that is written again, too, has a new number
+    "insert or replace into sequences"
+    " (num, seq_id, job_id, at, state, finish_reason, worker, task, triggered, version_min, version_max)"
+    " values ((select coalesce(max(num), 0) + 1 from sequences), ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) returning num"
+)
+_STORED = (
+    "select sequences.at, row, result, sample, letter from sequences cross join details using (num) where seq_id = ?"
 )
 _JOB = (
     "insert or replace into jobs"
     " (num, job_id, task, group_size, enqueued_at, at, attempts, handed_on, dropped, dead, log)"
     " values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
-_TO_THE_END = "update sequences set num = (select max(num) + 1 from sequences), at = ? where num = ?"
 _BORDER = (
     "select coalesce((select min(num) from jobs where num > (select num from sequences order by num limit 1 offset ?)),"
     " (select max(num) from jobs), 0)"
@@ -138,29 +138,35 @@ class HistoryStore(_File):
         rows = [each.row for each in job.sequences]
         self._at = max(self._at, *(row.at for row in rows))
         enqueued_at = min((row.enqueued_at for row in rows if row.enqueued_at), default=0.0)
-        again = "select num, at from jobs where job_id = ? and enqueued_at = ?"
-        place = db.execute(again, (job.job_id, enqueued_at)).fetchone()
-        nums = [self._write_sequence(db, each, in_place=place is not None) for each in job.sequences]
-        num, at = place or (min(nums), self._at)
+        place = self._place(db, job, enqueued_at)
+        num, at = place or (min([self._write_sequence(db, each) for each in job.sequences]), self._at)
         task = next((row.task for row in rows if row.task), "")
         counts = [sum(row.state == state for row in rows) for state in STATES]
         attempts = max(row.attempt for row in rows)
         facts = (num, job.job_id, task, rows[0].group_size, enqueued_at, at, attempts)
         db.execute(_JOB, (*facts, *counts, job.log))
 
-    def _write_sequence(self, db: sqlite3.Connection, one: Finished, *, in_place: bool) -> int:
-        """Returns its number. One that is stored keeps its number and time if `in_place`."""
+    def _place(self, db: sqlite3.Connection, job: FinishedJob, enqueued_at: float) -> tuple[int, float] | None:
+        """Number and time of the job if it is stored, and ended the same; else None."""
+        sql = "select num, at from jobs where job_id = ? and enqueued_at = ?"
+        place = db.execute(sql, (job.job_id, enqueued_at)).fetchone()
+        return place if place and all(self._is_stored(db, each) for each in job.sequences) else None
+
+    def _is_stored(self, db: sqlite3.Connection, one: Finished) -> bool:
+        found = db.execute(_STORED, (one.row.seq_id,)).fetchone()
+        return found is not None and found[1:] == _detail(one, found[0])
+
+    def _write_sequence(self, db: sqlite3.Connection, one: Finished) -> int:
+        """At the end of the file; returns its number."""
         row = one.row
         stored = db.execute("select num from sequences where seq_id = ?", (row.seq_id,)).fetchone()
         if stored is None:
             self._count += 1
-        elif not in_place:  # a new number, so that the index reads it
+        else:
             db.execute("delete from details where num = ?", stored)
-            db.execute(_TO_THE_END, (self._at, *stored))
         shown = (row.state, row.finish_reason, row.worker, row.task, row.triggered, row.version_min, row.version_max)
-        num, at = db.execute(_SEQUENCE, (row.seq_id, row.job_id, self._at, *shown)).fetchone()
-        detail = (pack(msgspec.structs.replace(row, at=at)), one.result, one.sample, one.letter)
-        db.execute("insert or replace into details values (?, ?, ?, ?, ?)", (num, *detail))
+        (num,) = db.execute(_SEQUENCE, (row.seq_id, row.job_id, self._at, *shown)).fetchone()
+        db.execute("insert into details values (?, ?, ?, ?, ?)", (num, *_detail(one, self._at)))
         return num
 
     def _prune(self, db: sqlite3.Connection) -> None:
@@ -195,6 +201,11 @@ class TrainedStore(_File):
         while self._too_big() and oldest < newest:
             oldest += (newest - oldest) // _PORTIONS + 1
             db.execute("delete from trained where num < ?", (oldest,))
+
+
+def _detail(one: Finished, at: float) -> tuple[bytes, bytes | None, bytes | None, bytes | None]:
+    """Its columns in `details`."""
+    return pack(msgspec.structs.replace(one.row, at=at)), one.result, one.sample, one.letter
 
 
 def _small(message: Wire | None) -> bytes | None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from structlog.testing import capture_logs
 
 from sluice.consumers.groups import Group
 from sluice.consumers.rewards import Refused, Reward, Rewards, is_async, row_of
@@ -234,12 +235,16 @@ async def test_what_a_function_changes_is_its_own(ask: Ask) -> None:
     assert (asked.truth, asked.metadata) == ({"gold": [1]}, {"tags": ["x"]})
 
 
-async def test_names_without_end_are_no_metrics(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def score(text, truth, row): return {text: 1.0}")
+@pytest.mark.parametrize("names", [1, 5])  # of an answer: the limit is met, or passed over
+async def test_names_without_end_are_no_metrics_and_one_warning(tmp_path: Path, names: int) -> None:
+    code = f"def score(text, truth, row): return {{f'{{text}}-{{at}}': 1.0 for at in range({names})}}"
+    (tmp_path / "own.py").write_text(code)
     rewards = Rewards(RolloutMatchingConfig(task="reward", reward=f"{tmp_path}/own.py:score"), CODEC)
-    found = [await rewards.of(result(f"name{at}")) for at in range(40)]
-    assert [one.total for one in found if isinstance(one, Reward)] == [1.0] * 40
+    with capture_logs() as logs:
+        found = [await rewards.of(result(f"name{at}")) for at in range(40)]
+    assert [one.total for one in found if isinstance(one, Reward)] == [names] * 40
     assert len({name for one in found if isinstance(one, Reward) for name in one.parts}) == 32
+    assert [(entry["log_level"], entry["most"]) for entry in logs] == [("warning", 32)]
     rewards.close()
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 
 from sluice.consumers.groups import Group
 from sluice.consumers.history.recorder import Recorder, TrainedRecorder
@@ -21,8 +23,9 @@ from sluice.pipeline.cli import main as cli
 from sluice.pipeline.config.types import Config, ModelConfig, PolicyConfig, RolloutMatchingConfig, WorkerConfig
 from sluice.pipeline.queue import seed_for
 from sluice.pipeline.run import provenance
-from sluice.pipeline.wire.messages import SamplingParams, SequenceResult, TrainingSample
-from sluice.pipeline.wire.tokens import Runs, TokenArray
+from sluice.pipeline.weights.versions import write_version
+from sluice.pipeline.wire.messages import NO_LOGPROBS, SamplingParams, SequenceResult, TrainingSample, WeightVersion
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from sluice.workers.engine.contracts import SequenceRequest
 from tests.contract.engine_fixtures import started
 from tests.contract.versions import Versions as Directories
@@ -199,6 +202,56 @@ def test_what_cannot_be_decoded_again_is_compared_and_says_why(
     assert "teacher-forced under the recorded versions; logprobs differ by at most" in said
     assert call("nobody", "--run", run) == 3
     assert "no finished sequence 'nobody'" in capsys.readouterr().err
+
+
+def as_rollout(run: Path, decoded: SequenceResult, **changes: Any) -> None:
+    """In the history as an agent's, which no engine decodes again."""
+    config = Config(run="mine", run_dir=str(run.parent), rollout_matching=RolloutMatchingConfig(task="exact_answer"))
+    record(config, replace(decoded, seq_id="talk", group_id="talk", rollout_id="talk", turn=2, **changes))
+
+
+@pytest.mark.parametrize("stored", [math.nan, -math.inf])
+def test_a_stored_logprob_that_is_no_number_is_a_difference(
+    run: Path, decoded: SequenceResult, capsys: pytest.CaptureFixture[str], stored: float
+) -> None:
+    logprobs = list(decoded.logprobs)
+    logprobs[4] = stored
+    as_rollout(run, decoded, logprobs=FloatArray(logprobs))
+    assert call("talk", "--run", run, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [one["at"] for one in found["tokens"] if one["not_finite"]] == [4]
+    assert found["max_difference"] < 1e-4, "of the others"
+    assert call("talk", "--run", run) == 1
+    assert "1 has a logprob that is NaN or infinite" in capsys.readouterr().out
+    assert call("talk", "--run", run, "--version", 3) == 0
+
+
+def test_a_version_that_gives_no_numbers_is_a_difference(
+    run: Path, decoded: SequenceResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = run / "weights" / "v000001"
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][0] = math.nan
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    source.rename(run / "broken")
+    write_version(run / "broken", run / "weights", WeightVersion(version=1, path="", digest=""))
+    as_rollout(run, decoded)
+    assert call("talk", "--run", run, "--json") == 1
+    tokens = json.loads(capsys.readouterr().out)["tokens"]
+    assert [one["not_finite"] for one in tokens] == [version == 1 for version in decoded.versions.expand()]
+
+
+@pytest.mark.parametrize("asked", [0, 4])
+def test_tokens_whose_logprobs_nobody_asked_for_have_nothing_to_compare(
+    run: Path, decoded: SequenceResult, capsys: pytest.CaptureFixture[str], asked: int
+) -> None:
+    """All of them, or those of some turns: then NaN stands beside the others."""
+    logprobs = [*decoded.logprobs[:asked], *[math.nan] * (len(decoded.token_ids) - asked)] if asked else []
+    as_rollout(run, decoded, logprobs=FloatArray(logprobs), logprobs_mode=NO_LOGPROBS)
+    assert call("talk", "--run", run, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["max_difference"] is None) == (asked == 0)
+    assert not any(one["not_finite"] for one in found["tokens"])
 
 
 def test_its_time_is_drawn(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +155,38 @@ def test_nothing_is_written_over_and_nothing_left_behind(tmp_path: Path) -> None
     with pytest.raises(DataError, match=r"step-000002\.msgpack: cannot be read"):
         export_run(tmp_path / "run", "datasets", tmp_path / "whole", "trained", Config())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "run"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+
+from sluice.consumers.export.files import aside, write
+
+pid, os.getpid = os.getpid(), lambda: 7  # each container begins to count anew
+
+
+def rows():
+    yield {}
+    os.kill(pid, signal.SIGKILL)
+
+
+with aside(Path(sys.argv[2])) as path:
+    write(sys.argv[1], rows(), path)
+"""
+
+
+@pytest.mark.parametrize("to", ["datasets", "trl"])
+def test_one_that_was_killed_stops_no_other_of_its_pid(
+    to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    done = subprocess.run([sys.executable, "-c", KILLED, to, str(out)], timeout=HANG_S, check=False, cwd=tmp_path)
+    assert done.returncode == -signal.SIGKILL
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    run = kept(tmp_path, a_sample())
+    assert export_run(run, to, out, "trained", Config()).sequences == 1
+    assert out.is_dir()
 
 
 def test_a_run_without_sequences_says_why(tmp_path: Path) -> None:

@@ -126,6 +126,36 @@ def test_one_that_may_not_write_reads_what_another_wrote_and_takes_nothing_over(
     reader.close()
 
 
+@pytest.mark.parametrize("enqueued_at", [5.0, 6.0])
+def test_a_job_that_was_done_again_is_found_by_what_it_gave_last(
+    tmp_path: Path, index: HistoryIndex, enqueued_at: float
+) -> None:
+    """By a consumer's successor, perhaps from other tokens; or an agent used its id for another job."""
+
+    def finish(text: str, version: int, **facts: Any) -> None:
+        changes = {"version_min": version, "version_max": version, **facts}
+        writer.record([FinishedJob(job_id="a", sequences=[said("a", text, (7, version), **changes)])])
+
+    writer = store(tmp_path)
+    writer.record([FinishedJob(job_id="b", sequences=[said("b", "alpha too")])])
+    finish("alpha", 3, reward=0.0, enqueued_at=5.0)
+    assert names(index, "alpha") == ["a", "b"]
+    finish("beta", 7, reward=1.0, enqueued_at=enqueued_at, state="dropped")
+    assert names(index, "alpha") == ["b"]
+    assert names(index, "beta") == ["a"]
+    assert names(index, ranges={"reward": (0.5, None)}) == ["a"]
+    assert len(index.find(SequenceFilter(state="dropped"), sort="longest")) == 1
+    assert [(one.version, one.counts) for one in index.endings()] == [(0, {"stop": 1}), (7, {"stop": 1})]
+    stamp = index.stamp()
+    finish("beta", 7, reward=1.0, enqueued_at=enqueued_at, state="dropped")
+    names(index)
+    assert index.stamp() == stamp, "the same again is not read again"
+    writer.close()
+    with closing(sqlite3.connect(tmp_path / NAME)) as db:
+        assert db.execute("select count(*) from answers").fetchone() == (2,)
+        assert db.execute("select count(*) from prompts").fetchone() == (2,)
+
+
 def test_what_was_pruned_is_gone_and_what_was_replaced_is_indexed_anew(tmp_path: Path, index: HistoryIndex) -> None:
     writer = store(tmp_path, max_sequences=4)
     for number in range(3):

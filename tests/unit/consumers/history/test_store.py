@@ -26,16 +26,27 @@ def jobs_of(directory: Path) -> list[str]:
     return [found.job_id for found in HistoryReader(directory).jobs(limit=1000).rows]
 
 
-def test_a_repeat_changes_nothing_and_a_second_outcome_replaces_the_first(tmp_path: Path) -> None:
+def test_a_repeat_changes_nothing_and_a_second_outcome_is_the_newest_job(tmp_path: Path) -> None:
     writer, reader = store(tmp_path), HistoryReader(tmp_path)
     for name in ("a", "b", "c"):
         writer.record([job(name, size=2)])
     before = reader.sequences(ALL), reader.jobs()
     writer.record([job("a", size=2, at=500.0), job("b", size=2, at=501.0)])
     assert (reader.sequences(ALL), reader.jobs()) == before
-    writer.record([job("b", row("b", 0, 2, state="dropped"), row("b", 1, 2, state="dropped"), size=2)])
-    assert reader.totals() == {"handed_on": 4, "dropped": 2, "dead": 0}
-    assert [found.job_id for found in reader.jobs().rows] == ["c", "b", "a"]
+    writer.record([job("b", row("b", 0, 2), row("b", 1, 2, state="dropped"), size=2)])
+    assert reader.totals() == {"handed_on": 5, "dropped": 1, "dead": 0}
+    assert [found.job_id for found in reader.jobs().rows] == ["b", "c", "a"]
+    assert [found.seq_id for found in reader.sequences(ALL).rows[:2]] == ["b:1", "b:0"], "a job stays together"
+
+
+def test_a_job_that_ended_otherwise_is_pruned_whole_and_as_the_newest(tmp_path: Path) -> None:
+    writer, reader = store(tmp_path, max_sequences=6), HistoryReader(tmp_path)
+    writer.record([job(name, size=2) for name in "abc"])
+    writer.record([job("a", row("a", 0, 2), row("a", 1, 2, state="dropped"), size=2)])
+    for name, kept in (("d", "dac"), ("e", "eda"), ("f", "fed")):
+        writer.record([job(name, size=2)])
+        assert "".join(jobs_of(tmp_path)) == kept
+        assert [each.job_id for each in reader.sequences(ALL).rows[::2]] == list(kept)
 
 
 def reused(seq_id: str, job_id: str, **changes: Any) -> FinishedJob:
