@@ -7,8 +7,12 @@
 | jobs                                     | a producer                    |
 | slots (slots.py)                         | a sequence that ends          |
 | new weights, if idle or for a pinned job | file loads, the engine's step |
+| results, before the rest of a job ends   | the committer's next tick     |
 
-- If a sequence can't be decoded, or its prompt can't be rendered, its job ends as dead letters; other jobs continue.
+- A job whose prompt can't be rendered ends as dead letters. A sequence that can't be decoded becomes one too, once the
+  others of its job are committed. Other jobs continue.
+- Weights may change while a sequence waits. If they are too new to begin it, it becomes such a dead letter; if they are
+  too old (a pinned job came), it goes back, once the others of its job are committed.
 - A job whose images can't be reached now (a mount, a server, a busy host) goes back to the queue, `images.tries` times.
   Until this worker reaches images again it tries one such job every 2 s, and leaves the others to other workers.
 - The worker claims slightly more than the engine decodes at once, so the engine never waits for the queue. On stop,
@@ -67,11 +71,11 @@ from sluice.pipeline.wire.messages import (
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.pipeline.wire.waits import WaitKind
 from sluice.workers.engine.adapters import not_served
-from sluice.workers.engine.contracts import Backend, EngineFacts, SequenceOutput, SequenceRequest
+from sluice.workers.engine.contracts import Backend, EngineFacts, SequenceOutput, SequenceRequest, WrongVersion
 from sluice.workers.fair_share import Turns, cost_of
 from sluice.workers.guard.repeat import triggers
 from sluice.workers.job_prompts import JobPrompt, JobPrompts
-from sluice.workers.slots import HeldJob, Slots
+from sluice.workers.slots import HeldJob, Refusal, Slots
 from sluice.workers.weights_watch import WeightsWatch
 
 _LOOK_FOR_IMAGES_S = 2.0  # between jobs of a worker that reaches no images
@@ -166,20 +170,18 @@ class DecodeWorker:
         if self._role.config.deterministic and not await self._has_switched(claim, job):
             return
         if job.adapter not in self._backend.versions:
-            await self._refuse(claim, RequestError(not_served(job.adapter, sorted(self._backend.versions)[1:])))
+            error = RequestError(not_served(job.adapter, sorted(self._backend.versions)[1:]))
+            await self._fail(claim, *refusal_of(error))
             return
         if job.min_weight_version > self._backend.versions[job.adapter]:
             await self.leases.give_back(claim, _TOO_EARLY_S)
-            return
-        if too_new := self._too_new(job):
-            await self._fail(claim, "stale", too_new)
             return
         if job.pinned_version is not None and not await self._pin(claim, job.pinned_version):
             return
         try:
             prompt = self._prompt(job)
         except RequestError as error:
-            await self._refuse(claim, error)
+            await self._fail(claim, *refusal_of(error))
             return
         missing = deque(index for index in range(job.n) if index not in claim.committed)
         self._slots.add(HeldJob(claim, job, prompt, missing))
@@ -314,10 +316,6 @@ class DecodeWorker:
         await self.leases.stop.wait()
         self.leases.wake.set()
 
-    async def _refuse(self, claim: Claim, error: RequestError) -> None:
-        trace = "".join(traceback.format_exception(error)) if error.__cause__ else ""
-        await self._fail(claim, "invalid_request", str(error), trace)
-
     async def _give_back(self, held: HeldJob, cause: SourceUnavailable) -> None:
         """To the queue, to try its images again later."""
         self._images_away_at = time.monotonic()
@@ -353,11 +351,6 @@ class DecodeWorker:
             return self._prompts.text(job, self._backend.facts)
         return asyncio.get_running_loop().create_task(self._prompts.make(job, self._backend.facts))
 
-    def _too_new(self, job: DecodeJob) -> str:
-        """Why these weights may not start a sequence of the job; empty if they may."""
-        most, serves = job.max_weight_version, self._backend.versions[job.adapter]
-        return "" if most is None or serves <= most else f"it accepts weights up to v{most}, but v{serves} is loaded"
-
     def _sequence_task(self, held: HeldJob, index: int) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._sequence(held, index))
         task.add_done_callback(lambda ended: self._sequence_ended(held, ended))
@@ -365,24 +358,46 @@ class DecodeWorker:
 
     async def _sequence(self, held: HeldJob, index: int) -> None:
         every, seed, claim = self.leases.settings.checkpoint_tokens, self._role.config.seed, held.claim
-        if too_new := self._too_new(held.job):  # weights may have arrived while it waited
-            await self._fail(claim, "stale", too_new)
-            return
         try:
             prompt = held.prompt if isinstance(held.prompt, JobPrompt) else held.prompt.result()
-            if prompt.images:
-                self._images_away_at = None
             request = request_for(claim, held.job, prompt, index, seed=seed, every=every, on_progress=self._store)
-            output = await self._backend.decode(request)
         except SourceUnavailable as error:
             await self._give_back(held, error)
             return
         except RequestError as error:
-            await self._refuse(claim, error)
+            await self._fail(claim, *refusal_of(error))
             return
-        if held.parked and output.finish_reason == "cancelled":
-            return  # its last piece of progress is on its way to the committer
-        facts, name = self._backend.facts, self._role.name
+        if prompt.images:
+            self._images_away_at = None
+        try:
+            output = await self._backend.decode(request)
+        except RequestError as error:
+            if isinstance(error, WrongVersion) and error.too_old:
+                held.too_early = True
+            else:
+                held.refusal = held.refusal or refusal_of(error)
+        else:
+            if held.parked and output.finish_reason == "cancelled":
+                return  # its last piece of progress is on its way to the committer
+            self._commit(held, prompt, request, output)
+        held.left -= 1
+        if not held.left and (held.too_early or held.refusal is not None):
+            await self._end_rest(held)
+
+    async def _end_rest(self, held: HeldJob) -> None:
+        """Its sequences are over: those without a result become dead letters, or go back."""
+        committed = asyncio.Event()
+        self.leases.committer.when_flushed(committed.set)
+        await committed.wait()  # the others would share their end
+        if held.refusal is not None and not held.too_early:
+            await self._fail(held.claim, *held.refusal)
+            return
+        await self.leases.give_back(held.claim, _TOO_EARLY_S)
+        self._slots.lose(held.claim.job_id, held.claim.attempt)  # last: as in `_fail`
+
+    def _commit(self, held: HeldJob, prompt: JobPrompt, request: SequenceRequest, output: SequenceOutput) -> None:
+        """Its result goes out with the next tick."""
+        claim, facts, name = held.claim, self._backend.facts, self._role.name
         usual, cut = self._role.config.sampling, prompt.truncated
         if self._turn is not None:
             new = len(output.sampled) - (len(request.so_far) if request.so_far else 0)
@@ -434,6 +449,12 @@ class DecodeWorker:
         self._slots.fill(self._sequence_task)
 
 
+def refusal_of(error: RequestError) -> Refusal:
+    """Why a job, or one of its sequences, isn't decoded."""
+    reason = "stale" if isinstance(error, WrongVersion) else "invalid_request"
+    return Refusal(reason, str(error), "".join(traceback.format_exception(error)) if error.__cause__ else "")
+
+
 OnProgress = Callable[[Claim, int, Progress], None]
 
 
@@ -448,13 +469,14 @@ def request_for(
     if is_streamed(job):
         every = min(every or job.stream_every, job.stream_every)
 
-    sampling, stored = job.sampling, claim.progress.get(index)
+    sampling, stored, pin = job.sampling, claim.progress.get(index), job.pinned_version
     return SequenceRequest(
         seq_key=f"{claim.job_id}:{index}",
         prompt_token_ids=tuple(prompt.token_ids),
         sampling=sampling,
         seed=seed_for(seed if sampling.seed is None else sampling.seed, "" if job.seeded else claim.job_id, index),
         adapter=job.adapter,
+        first_under=(job.min_weight_version, job.max_weight_version) if pin is None else (pin, pin),
         images=prompt.images,
         so_far=None if stored is None else stored.sampled,
         deadline_at=claim.deadline_at,

@@ -14,10 +14,19 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sluice.pipeline.queue import Claim
 from sluice.pipeline.wire.messages import DecodeJob
 from sluice.workers.job_prompts import JobPrompt
+
+
+class Refusal(NamedTuple):
+    """What the dead letters of sequences that aren't decoded say."""
+
+    reason: str
+    detail: str
+    traceback: str = ""
 
 
 @dataclass(eq=False)
@@ -32,6 +41,13 @@ class HeldJob:
     started: bool = False
     given_back: bool = False  # it will come again; its sequences end without a result
     parked: bool = False  # likewise, at the end of this worker: what its sequences have is stored
+    left: int = field(init=False)  # sequences that aren't over
+    # What becomes of those that are over without a result, once the others are committed: they end, or they go back.
+    refusal: Refusal | None = None  # the first of them
+    too_early: bool = False
+
+    def __post_init__(self) -> None:
+        self.left = len(self.waiting)
 
     @property
     def ready(self) -> bool:

@@ -3,7 +3,8 @@
 A version is verified (digest, names, shapes, dtypes) before the engine is touched. After the load, the engine must
 match the probe score that the trainer wrote into the manifest. If a check or the probe fails, the old version keeps
 serving; if it can't be loaded back either, the worker ends. The version the engine started with must match its probe
-too: an engine that computes this architecture differently from the trainer ends at start.
+too: an engine that computes this architecture differently from the trainer ends at start. After a pinned version the
+newest one is loaded again, or, if that is refused, the one that the pinned one replaced.
 
 The adapters that a worker serves beside the policy are loaded and proved before its first job:
 
@@ -51,16 +52,16 @@ class WeightsWatch:
         self._carrier = carrier or carrier_of(role.config, role.status.fact)
         self._in_use: WeightVersion | None = None  # of the carrier's; None: the model's own directory
         self._fetched: int | None = None  # the version that was asked for last, once its files were whole here
-        self._refused: int | None = None
-        self._again_at = math.inf  # when a refused version is asked for again (monotonic, seconds)
+        self._refused: dict[int, float] = {}  # version -> when it's asked for again (monotonic seconds; inf: never)
+        self._replaced: int | None = None  # by a pinned one; it serves on where the newest is refused
         self._latest: int | None = None
         self._is_proved = False  # the loaded weights score as the trainer measured
         self._behind: tuple[int, float] | None = None  # newest loaded version, seconds from its publication
 
     def saw(self, latest: int | None) -> None:
         """Record the registry's newest version, as reported by the last claim."""
-        if latest != self._refused:
-            self._refused = None  # the run may come back to it, with whole files
+        if latest != self._latest:
+            self._refused.clear()  # the run may come back to one, with whole files
         self._latest = latest
 
     def close(self) -> None:
@@ -73,10 +74,13 @@ class WeightsWatch:
 
     def newer(self) -> int | None:
         """The version number the engine should move to, or None; a lower one if a kill undid later steps."""
-        latest = self._latest
-        if time.monotonic() > self._again_at:
-            self._refused, self._again_at = None, math.inf
-        return None if latest in (None, self._refused, self._backend.version) else latest
+        loaded, now = self._backend.version, time.monotonic()
+        if loaded == self._latest:
+            self._replaced = None
+        for version in (self._latest, self._replaced):
+            if version is not None and now > self._refused.get(version, -math.inf):
+                return None if version == loaded else version
+        return None
 
     async def prove(self) -> bool:
         """Check the engine against the probe of the version it started with, once that is published.
@@ -114,16 +118,17 @@ class WeightsWatch:
         except TornWeights:
             raise  # the process ends; its successor loads a whole version
         except WeightsGone:
+            if version == self._replaced:
+                self._replaced = None
             return False  # retired in the meantime: there is a newer one
         except WeightsError as error:
-            self._refused = version
             # No newer version may come, so this one is wanted still; but what whole files hold stays what it is.
             pause_s = math.inf if self._fetched == version else _AGAIN * self._config.weights.store_timeout_s
-            self._again_at = time.monotonic() + pause_s
+            self._refused[version] = time.monotonic() + pause_s
             self._tell(refused_version=version)
             get_logger().error("new weights refused; keeping the old version", version=version, error=str(error))
             return False
-        self._behind = version, behind_s
+        self._behind, self._replaced = (version, behind_s), None
         return True
 
     async def pin(self, version: int) -> None:
@@ -131,8 +136,10 @@ class WeightsWatch:
 
         Raises WeightsGone; WeightsError if this worker can't load it now, and the old one stays; TornWeights as `pull`.
         """
+        before = self._backend.version
         await self._load(version)
         self._behind = None
+        self._replaced = before if self._replaced is None else self._replaced
 
     async def is_gone(self, version: int) -> bool:
         """Whether it was published, and can't be loaded any more."""

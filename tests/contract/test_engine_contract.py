@@ -210,3 +210,13 @@ def test_progress_moves_while_idle_and_while_running(backend: Backend) -> None:
 def test_score_is_the_sum_of_logprobs(backend: Backend, plain: Any) -> None:
     expected = reference_logprobs(plain, PROMPT[:1], PROMPT[1:]).sum().item()
     assert asyncio.run(backend.score(PROMPT)) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(("num_tokens", "says"), [(1, "at least 2 tokens, got 1"), (0, "less than"), (3, "outside")])
+def test_what_cannot_be_scored_is_refused_and_the_engine_goes_on(backend: Backend, num_tokens: int, says: str) -> None:
+    """Nothing as long as the context, which models with learned positions can't pass."""
+    length = num_tokens or backend.facts.context_length
+    tokens = [1] * (length - 1) + [backend.facts.vocab_size if says == "outside" else 1]
+    with pytest.raises(RequestError, match=says):
+        asyncio.run(backend.score(tokens))
+    assert math.isfinite(asyncio.run(backend.score(PROMPT)))

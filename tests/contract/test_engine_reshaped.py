@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ from tests.contract.test_vllm_parity import _cut, assert_equal
 from tests.tiny_models import build_tokenizer
 
 PROMPT = list(b"the abc of it")
+TOKENIZER: Any = build_tokenizer()
+ALL = list(range(len(TOKENIZER)))
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["add", "multiply"]}, "a": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -132,6 +136,7 @@ def test_a_schema_is_followed_to_its_end(backend: Backend) -> None:
     [
         (Grammar(kind="regex", text="[0-9]{2}-x"), "[0-9]{2}-x"),
         (Grammar(kind="choice", text='["yes", "no", "a \\"b\\""]'), 'yes|no|a "b"'),
+        (Grammar(kind="choice", text=json.dumps(["\U0001f600\n\u00e9\\"])), "\U0001f600\n\u00e9\\\\"),
         (Grammar(kind="grammar", text='root ::= "ab" [c-e]+ "!"'), "ab[c-e]*!?"),
         (Grammar(kind="json_object"), r"\{.*"),
     ],
@@ -142,11 +147,10 @@ def test_each_kind_of_grammar(backend: Backend, grammar: Grammar, matches: str) 
 
 
 def test_bad_words_are_never_completed(backend: Backend) -> None:
-    tokenizer = build_tokenizer()
     [free] = run(backend, request(PROMPT, max_new_tokens=60))
     pairs = [free.token_ids[at : at + 2] for at in range(59)]
-    ids = next(ids for ids in pairs if tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) == ids)
-    word = tokenizer.decode(ids)
+    ids = next(ids for ids in pairs if TOKENIZER.encode(TOKENIZER.decode(ids), add_special_tokens=False) == ids)
+    word = TOKENIZER.decode(ids)
     [one] = run(backend, request(PROMPT, max_new_tokens=60, bad_words=(word,)))
     assert one.token_ids != free.token_ids
     assert all(one.token_ids[at : at + len(ids)] != ids for at in range(len(one.token_ids)))
@@ -185,17 +189,61 @@ def test_a_grammar_whose_masks_take_too_long_ends_its_own_sequence(
     assert other.finish_reason == "length"
 
 
+def in_core(constraint: Constraint, generated: list[int], tokenizer: Any = TOKENIZER) -> Callable[[], list[int]]:
+    """One step of a row in vLLM's core: the ids whose logits it leaves alone."""
+    from sluice.workers.engine.vllm.processor import Asked, _Reshaped
+
+    asked = Asked(offset=0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, constraint=constraint)
+    grammars = Grammars(lambda: tokenizer, len(TOKENIZER))
+    row = _Reshaped(asked, PROMPT, generated, grammars, torch.device("cpu"))
+
+    def step() -> list[int]:
+        logits = torch.zeros(len(TOKENIZER))
+        row.apply(logits)
+        return [token for token, logit in enumerate(logits.tolist()) if logit == 0]
+
+    return step
+
+
 @pytest.mark.vllm
 def test_in_vllms_core_masks_that_take_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not raise there; the owner ends the sequence at the first token that isn't allowed."""
-    from sluice.workers.engine.vllm.processor import Asked, _Reshaped
-
     monkeypatch.setattr(constraints, "MASKS_S", 0.0)
-    tokenizer: Any = build_tokenizer()
-    constraint = Constraint(grammar=RESHAPED["regex"]["grammar"], ends=(tokenizer.eos_token_id,))
-    asked = Asked(offset=0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, constraint=constraint)
-    grammars = Grammars(lambda: tokenizer, len(tokenizer))
-    row, logits = _Reshaped(asked, PROMPT, [], grammars, torch.device("cpu")), torch.zeros(len(tokenizer))
-    row.apply(logits)
-    row.apply(logits)
-    assert not logits.any()
+    step = in_core(Constraint(grammar=RESHAPED["regex"]["grammar"], ends=(TOKENIZER.eos_token_id,)), [])
+    assert [step(), step()] == [ALL, ALL]
+
+
+@pytest.mark.vllm
+def test_in_vllms_core_the_step_after_the_end_has_no_mask() -> None:
+    """An asynchronous scheduler has sent it before the end arrives; what it draws is thrown away."""
+    end, (one, two) = TOKENIZER.eos_token_id, TOKENIZER.encode("12", add_special_tokens=False)
+    generated: list[int] = []
+    step = in_core(Constraint(grammar=Grammar(kind="regex", text="[12]{2}"), ends=(end,)), generated)
+    found = [step()]
+    for token in (one, two, end, one):
+        generated.append(token)
+        found.append(step())
+    assert found == [[one, two], [one, two], [end], ALL, ALL]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("constraint", "tokenizer", "says"),
+    [
+        (Constraint(grammar=RESHAPED["regex"]["grammar"], ends=(1,)), object(), "Cannot get the vocabulary"),
+        (Constraint(allowed=(len(TOKENIZER),)), TOKENIZER, "out of bounds"),
+    ],
+    ids=["at first", "at a step"],
+)
+def test_in_vllms_core_a_constraint_that_fails_is_left_out_and_logged(
+    constraint: Constraint, tokenizer: Any, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the reason: an error there ends every sequence."""
+    log = logging.getLogger("vllm.sluice.reshaped")
+    log.addHandler(caplog.handler)  # vLLM's logs go to no other logger once it has started
+    try:
+        step = in_core(constraint, [], tokenizer)
+        assert [step(), step()] == [ALL, ALL]
+    finally:
+        log.removeHandler(caplog.handler)
+    assert says in caplog.text

@@ -16,12 +16,21 @@ from safetensors.torch import save_file
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.wire.messages import SamplingParams
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
-from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, WrongVersion
 from tests.contract.engine_fixtures import request, run, started
-from tests.contract.versions import Updates, Versions, assert_right, decode_amid, own_weights_again, random_prompt
+from tests.contract.versions import (
+    ATTEMPTS,
+    Updates,
+    Versions,
+    assert_right,
+    decode_amid,
+    own_weights_again,
+    random_prompt,
+)
 
 __all__ = ["own_weights_again"]
 PROMPT = list(b"the abc of it")
+BATCH = 6  # rows of either engine
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +69,57 @@ def test_tokens_before_and_after_are_those_of_one_run_each(backend: Backend, ver
     resumed = run(backend, endless(PROMPT, 120, seed=3, so_far=held))[0]
     assert resumed.token_ids == output.token_ids
     assert_right(resumed, versions)
+
+
+class Waiting(Updates):
+    """Sends more when a version is due, just before that is loaded: they wait for a row until then."""
+
+    waiting: Sequence[SequenceRequest] = ()
+    sent: Sequence[asyncio.Future[SequenceOutput]] = ()
+
+    async def _ask(self, version: int) -> None:
+        self.sent = [asyncio.ensure_future(self._backend.decode(one)) for one in self.waiting]
+        await asyncio.sleep(0)
+        await super()._ask(version)
+
+
+def test_a_sequence_that_waited_for_a_row_begins_only_under_versions_that_it_names(
+    backend: Backend, versions: Versions
+) -> None:
+    running = [endless(PROMPT, 240, seed) for seed in range(BATCH)]
+    waiting = [endless(PROMPT, 4, BATCH + at, first_under=(0, most)) for at, most in enumerate((0, None, 1, 0))]
+
+    async def whole() -> list[SequenceOutput | BaseException]:
+        await backend.load_weights(versions.directories[0], 0)
+        updates = Waiting(backend, versions, [(3, 1)])
+        updates.waiting = waiting
+        await updates.decode(running)
+        return await asyncio.gather(*updates.sent, return_exceptions=True)
+
+    for _ in range(ATTEMPTS):  # vLLM's core may be far ahead, and have rows for them
+        found = asyncio.run(whole())
+        for one, outcome in zip(waiting, found, strict=True):
+            if one.first_under == (0, 0) and isinstance(outcome, BaseException):
+                assert isinstance(outcome, WrongVersion)
+                assert not outcome.too_old
+                continue
+            assert isinstance(outcome, SequenceOutput)
+            assert_right(outcome, versions)
+            assert outcome.versions[0] <= (1 if one.first_under[1] is None else one.first_under[1])
+        if any(isinstance(one, WrongVersion) for one in found):
+            return
+    pytest.fail("none of them waited until the weights had changed")
+
+
+def test_a_sequence_that_has_tokens_goes_on_under_any_version(backend: Backend, versions: Versions) -> None:
+    asyncio.run(backend.load_weights(versions.directories[1], 1))
+    with pytest.raises(WrongVersion, match=r"it needs weights v2, but v1 is loaded") as early:
+        run(backend, endless(PROMPT, 3, first_under=(2, None)))
+    assert early.value.too_old
+    assert run(backend, endless(PROMPT, 3, first_under=(1, 1)))[0].versions == [1, 1, 1]
+    held = SampledTokens([97], versions.logprobs(0, PROMPT, [97]), [0])
+    for bounds in ((0, 0), (2, None)):
+        assert run(backend, endless(PROMPT, 3, so_far=held, first_under=bounds))[0].versions == [0, 1, 1]
 
 
 schedules = st.lists(st.integers(1, 25), min_size=1, max_size=4, unique=True).map(sorted)

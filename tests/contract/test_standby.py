@@ -180,9 +180,21 @@ def started_beside(versions: Versions, **options: Any) -> AbstractContextManager
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3.5", "Qwen3-Next", "LFM2", "Granite-hybrid", "Falcon-H1", "Gemma3", "Llama4", "GPT-OSS", "Qwen3-MoE"]
+    "name",
+    [
+        "Qwen3.5",
+        "Qwen3-Next",
+        "LFM2",
+        "Granite-hybrid",
+        "Falcon-H1",
+        "Gemma3",
+        "Llama4",
+        "GPT-OSS",
+        "Qwen3-MoE",
+        "GPT-2",
+    ],
 )
-def test_slices_of_windows_chunks_states_and_experts(tmp_path: Path, name: str) -> None:
+def test_slices_of_windows_chunks_states_experts_and_learned_positions(tmp_path: Path, name: str) -> None:
     """On a copy of the same weights, so every number is that of one plain pass."""
     model = load_model(ModelConfig(path=str(save(name, tmp_path)), device="cpu"))
     spare, decoder = second_model(model, GIB), Decoder(model, 0)
@@ -205,6 +217,30 @@ def test_slices_of_windows_chunks_states_and_experts(tmp_path: Path, name: str) 
         torch.testing.assert_close(torch.tensor(row.sampled.logprobs), expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(torch.tensor(row.sampled.proximal_logprobs), expected, atol=1e-4, rtol=0)
         assert row.sampled.proximal_versions == [1] * 9 + [-1] * 21
+
+
+@pytest.mark.parametrize("extended", [False, True])
+def test_a_row_may_end_at_the_context_before_its_slice_goes_on(tmp_path: Path, extended: bool) -> None:
+    """It has no further position: a model that has learned its positions has none to look up."""
+    model = load_model(ModelConfig(path=str(save("GPT-2", tmp_path)), device="cpu"))
+    spare, decoder, context = second_model(model, GIB), Decoder(model, 0), model.facts.context_length
+    assert spare is not None
+    asks = [endless([(7 * at) % 256 for at in range(context - 6)], 6, 0), endless(random_prompt(1), 30, 1)]
+    ends, stays = rows = [Row(each, model.tokenizer, model.facts) for each in asks]
+    assert not decoder.join(rows)
+    part = Slice(spare, list(decoder.contexts(1, None).values()))
+    for _ in range(9):
+        decoder.step()
+    assert (ends.finish_reason, len(ends.context)) == ("length", context)
+    if extended:
+        part.extend(spare, decoder.contexts(1, None))
+    decoder.step()
+    assert not decoder.swap(1, None, spare, [part])
+    while decoder.rows:
+        decoder.step()
+    expected = plain_logprobs(model.module, stays.context)[len(stays.prompt) - 1 :]
+    torch.testing.assert_close(torch.tensor(stays.sampled.logprobs), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(stays.sampled.proximal_logprobs[:11]), expected[:11], atol=1e-4, rtol=0)
 
 
 def test_updates_while_the_engine_decodes(versions: Versions) -> None:

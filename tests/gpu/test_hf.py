@@ -11,14 +11,17 @@ import pytest
 import torch
 
 from sluice.pipeline.config.types import ModelConfig
-from sluice.pipeline.wire.messages import SamplingParams
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.wire.messages import Grammar, SamplingParams
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
+from sluice.workers.engine.constraints import UNMASKED, Constraint, Grammars, Narrowed
 from sluice.workers.engine.contracts import SequenceRequest
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import ragged_prompts, reference, reference_logprobs, run
 from tests.contract.near_ties import assert_same_unless_near_tie
 from tests.contract.versions import Versions, assert_right, decode_amid, random_prompt
 from tests.gpu.engines import DEVICE, FP32, assert_off_by_rounding, hf_on_gpu
+from tests.tiny_models import build_tokenizer
 
 TOKENS = 40
 
@@ -38,6 +41,16 @@ def hf(model_dir: Path) -> Iterator[HfBackend]:
 def test_it_is_on_the_gpu(hf: HfBackend) -> None:
     assert hf.facts.device.startswith(DEVICE)
     assert hf.facts.dtype == "float32"
+
+
+def test_a_token_that_its_constraint_excludes_is_refused_where_the_logits_lie() -> None:
+    tokenizer: Any = build_tokenizer()
+    a, other, end = tokenizer.convert_tokens_to_ids(["a", "c", "<|im_end|>"])
+    constraint = Constraint(allowed=(a, other, end), grammar=Grammar(kind="regex", text="a+"), ends=(end,))
+    one, logits = Narrowed(constraint, Grammars(lambda: tokenizer, len(tokenizer))), torch.zeros(len(tokenizer))
+    assert one.narrow(logits.to(DEVICE))
+    with pytest.raises(RequestError, match=UNMASKED):
+        one.take(other)
 
 
 def test_greedy_tokens_are_those_of_generate_on_the_same_device(hf: HfBackend, model_dir: Path, plain: Any) -> None:

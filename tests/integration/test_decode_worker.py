@@ -24,14 +24,16 @@ from sluice.pipeline.wire.keys import ARQ_JOB, ARQ_RESULT, Keys
 from sluice.pipeline.wire.messages import DeadLetter, DecodeJob, SamplingParams, SequenceResult, WeightVersion, decode
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.workers.decode_worker import DecodeWorker
+from sluice.workers.engine.constraints import NO_TOKEN
 from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.job_prompts import JobPrompt, JobPrompts
 from sluice.workers.weights_watch import WeightsWatch
+from tests.asking import Asked, answer, reading
 from tests.contract.engine_fixtures import started
 from tests.factories import decode_job, sequence_result
 from tests.roles import eventually, role_of, run_config
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import build_tokenizer, save_tiny_model
 
 PLENTY = Credit(10_000, 10_000, 1)
 
@@ -120,6 +122,45 @@ async def test_bad_jobs_are_dead_letters_and_their_neighbours_are_unharmed(
     reasons = {letter.seq_id.partition(":")[2]: letter.reason for letter in letters}
     assert reasons["junk:0"] == "malformed_envelope"
     assert {reasons[name] for name in ("long:0", "long:1", "foreign:0")} == {"invalid_request"}
+
+
+X, Y = build_tokenizer().encode("xy")
+# Nothing is allowed after x, and nothing but y after y: a sample that begins with x fails at its second token.
+HALF_FAIL = SamplingParams(
+    max_new_tokens=24, temperature=5.0, seed=1, allowed_token_ids=(X, Y), bad_words=("xx", "xy", "yx")
+)
+OF_HALF = 12
+
+
+async def test_a_sample_that_cannot_be_decoded_ends_alone(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    await enqueue(client, keys, "a", n=OF_HALF, sampling=HALF_FAIL, seeded=True)
+    async with working(config, backend):
+        await over(client, keys, OF_HALF)
+    found = await results(client, keys)
+    assert {tuple(one.token_ids) for one in found.values()} == {(Y,) * HALF_FAIL.max_new_tokens}
+    letters = [decode(DeadLetter, fields[b"d"]) for _, fields in await client.xrange(keys.dead)]
+    assert {letter.reason for letter in letters} == {"invalid_request"}
+    assert all(NO_TOKEN in letter.detail for letter in letters)
+    failed = {letter.seq_id.partition(":")[2] for letter in letters}
+    assert sorted({*found} | failed) == sorted(f"a:{index}" for index in range(OF_HALF))
+    assert (await snapshot(client, keys)).queued_jobs == 0
+
+
+async def test_a_caller_is_answered_with_its_samples_and_why_there_are_no_more(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    asked = Asked(client, keys)
+    async with reading(client, keys) as replies, working(config, backend):
+        job = asked.job("a", replies, n=OF_HALF, sampling=HALF_FAIL, seeded=True)
+        with replies.expect(job.job_id, OF_HALF) as expected:
+            await asked.enqueue(job)
+            ends = await answer(expected)
+    reasons = {one.reason for one in ends if isinstance(one, DeadLetter)}
+    decoded = {tuple(one.token_ids) for one in ends if isinstance(one, SequenceResult)}
+    assert (reasons, decoded) == ({"invalid_request"}, {(Y,) * HALF_FAIL.max_new_tokens})
+    await asked.assert_balanced(enqueued=0, dead=0, replied=OF_HALF)
 
 
 async def test_a_stop_hands_jobs_back_without_blame_and_the_next_worker_makes_the_same_tokens(

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
+from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.jobs import Claim
 from sluice.pipeline.queue import Credit, Outcome
 from sluice.pipeline.queue.envelope import arq_payload
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import ARQ_JOB, Keys
 from sluice.pipeline.wire.messages import EVALUATION, DeadLetter, DecodeJob, SequenceResult, decode
 from tests.asking import Asked
+from tests.counters import reached
 from tests.factories import decode_job
 
 _FEW = Credit(max_in_flight=2, samples_per_version=2, max_staleness=0, max_bytes=4000)
@@ -106,7 +109,22 @@ async def test_a_foreign_job_for_the_evaluator_leaves_the_counts_right(asked: As
     job = held_out(keys, n=2)
     await asked.client.set(ARQ_JOB + job.job_id, arq_payload(job, 1))
     await asked.client.zadd(keys.jobs, {job.job_id: 1})
+    seen = list[float]()
+
+    async def look() -> None:
+        seen.append(reached(await snapshot(asked.client, keys), "enqueued"))
+
+    claimed = Claim(
+        owner="dies", worker="w", lease_ms=30_000, capacity=1, max_deaths=3, held_jobs=0, call_number=1, version=b"",
+        watch_ms=0, prefix_wait_ms=0,
+    )  # fmt: skip
+    assert len((await Scripts(asked.client).ask(asked.queue.names, claimed)).jobs) == 1  # it dies before it has read it
+    await look()
+    await asked.queue.reap("dies", killed=True)
     claim = await asked.claim()
+    await look()
     for index in (0, 1):
         assert await asked.commit(claim, index, 2) == "ok"
+        await look()
+    assert seen == [1, 1, 1, 1], "a counter that falls looks like one that began anew"
     await asked.assert_balanced(evaluated=2, evaluating=0, enqueued=0, bytes=0)

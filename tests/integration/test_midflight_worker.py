@@ -17,13 +17,14 @@ import pytest
 from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, WeightsConfig
 from sluice.pipeline.errors import ModelError, TornWeights
-from sluice.pipeline.queue import Claim
+from sluice.pipeline.queue import Claim, JobQueue, Piece
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.weights.carriers import Carrier, Directory, SharedMemory, carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.shared_memory import MEMORY
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, Progress, SamplingParams, SequenceResult, WeightVersion, decode
+from sluice.pipeline.wire.sampled_tokens import SampledTokens
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.workers.decode_worker import DecodeWorker
 from sluice.workers.engine.hf import HfBackend
@@ -37,6 +38,7 @@ from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 
 LONG = SamplingParams(max_new_tokens=200, temperature=5.0, seed=3)
+GREEDY = SamplingParams(max_new_tokens=60, temperature=0.0)  # doesn't end by itself here
 
 
 class Published:
@@ -244,6 +246,103 @@ async def test_a_job_that_waited_for_a_row_is_not_begun_under_newer_weights_than
     assert (await snapshot(client, keys)).reasons.get("dead:stale", 0) == 4 - len(begun) > 0
 
 
+class Held:
+    """The engine stops in its report of one sequence's first token, until it has been given other weights."""
+
+    def __init__(self, worker: DecodeWorker, backend: HfBackend, index: int) -> None:
+        self._is_held, self._is_given = threading.Event(), threading.Event()
+        self._index, self._store, self._load = index, worker._store, backend._thread.load
+        worker._store, backend._thread.load = self._hold, self._give  # type: ignore[method-assign]
+
+    def _hold(self, claim: Claim, index: int, progress: Progress) -> None:
+        self._store(claim, index, progress)
+        if index == self._index and not progress.offset:
+            self._is_held.set()
+            self._is_given.wait(HANG_S)
+
+    def _give(self, *weights: Any) -> Any:
+        loaded = self._load(*weights)
+        self._is_given.set()
+        return loaded
+
+    async def begun(self) -> bool:
+        return self._is_held.is_set()
+
+
+async def test_sequences_that_have_begun_are_committed_where_others_of_their_job_may_not_begin(
+    config: Config, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    published = Published(client, keys, run_dir)
+    await published.publish(0)
+    made = published.make(1)
+    config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, checkpoint_tokens=1))
+    async with (
+        engine(config, second_copy_gb=0.0) as backend,  # they change with the next step
+        decode_workers.working(config, backend) as worker,
+    ):
+        held = Held(worker, backend, index=1)
+        await enqueue(client, keys, "a", n=4, sampling=GREEDY, max_weight_version=0)
+        await eventually(held.begun, "two sequences")
+        await published.publish(1, made)
+        await over(client, keys, 4)
+    found = await results(client, keys)
+    assert {name: {*result.versions} for name, result in found.items()} == {"a:0": {0, 1}, "a:1": {0, 1}}
+    for result in found.values():
+        published.assert_right(result)
+    assert (await snapshot(client, keys)).reasons == {"dead:stale": 2}
+
+
+async def test_a_sequence_with_stored_tokens_goes_on_under_newer_weights_than_its_job_may_begin_under(
+    config: Config, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    published = Published(client, keys, run_dir)
+    for version in (0, 1):
+        await published.publish(version)
+    prompt, tokens = [3, 4, 5], [97, 98]
+    await enqueue(
+        client, keys, "a", n=2, messages=[], prompt_token_ids=TokenArray(prompt), sampling=GREEDY, max_weight_version=0
+    )
+    dead = JobQueue(client, keys, worker="dead")
+    [claim] = (await dead.claim(2, 30, 3)).claims
+    logprobs = reference_logprobs(published.models[0], prompt, tokens).tolist()
+    progress = Progress.of(0, SampledTokens(tokens, logprobs, [0, 0]))
+    assert await dead.checkpoint([Piece(claim, 1, progress)]) == ["ok"]
+    await dead.reap(dead.owner, killed=True)
+    async with worker_at_zero(config, "w"):
+        await over(client, keys, 2)
+    [(name, result)] = (await results(client, keys)).items()
+    assert (name, result.versions.runs[0], {*result.versions}) == ("a:1", (0, 2), {0, 1})
+    published.assert_right(result)
+    assert (await snapshot(client, keys)).reasons == {"dead:stale": 1}
+
+
+async def test_a_sequence_waits_where_a_pinned_job_brings_older_weights_than_it_may_begin_under(
+    config: Config, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    """The engine has one row: the second sequence is sent while v1 serves, and gets its row under v0."""
+    published = Published(client, keys, run_dir)
+    for version in (0, 1):
+        await published.publish(version)
+    config = msgspec.structs.replace(
+        config, worker=msgspec.structs.replace(config.worker, max_batch=4, checkpoint_tokens=1)
+    )
+    async with (
+        engine(config, max_batch=1, second_copy_gb=0.0) as backend,
+        decode_workers.working(config, backend) as worker,
+    ):
+        await eventually(functools.partial(is_at, backend, 1), "the newest weights")
+        held = Held(worker, backend, index=0)
+        await enqueue(client, keys, "a", n=2, sampling=GREEDY, min_weight_version=1)
+        await eventually(held.begun, "the first sequence")
+        await enqueue(client, keys, "pinned", pinned_version=0)
+        await over(client, keys, 3)
+    found = await results(client, keys)
+    versions = {name: {*result.versions} for name, result in found.items()}
+    assert versions == {"a:0": {1, 0}, "a:1": {1}, "pinned:0": {0}}
+    assert found["a:1"].attempt > 1
+    assert (await snapshot(client, keys)).dead == 0
+
+
 async def test_an_unreadable_registry_entry_leaves_the_old_version_serving(
     config: Config, client: Any, keys: Keys, run_dir: Path
 ) -> None:
@@ -378,3 +477,31 @@ async def test_a_pinned_job_whose_version_is_gone_ends_with_that_reason(
         await enqueue(client, keys, "gone", pinned_version=0)
         await over(client, keys, 2)
     assert (await snapshot(client, keys)).reasons == {"dead:version_gone": 1}
+
+
+async def test_after_a_pinned_version_the_one_before_serves_on_where_the_newest_is_refused(
+    config: Config, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    published = Published(client, keys, run_dir)
+    for version in (0, 1, 2):
+        await published.publish(version)
+    made = published.make(3)
+    assert made.probe_score is not None
+    await published.publish(3, made, probe_score=made.probe_score + 1)
+    async with engine(config) as backend, role_of(config) as role:
+        watch = WeightsWatch(role, backend)
+        watch.saw(2)
+        assert await watch.pull(2)
+        watch.saw(3)
+        assert not await watch.pull(3)
+        assert watch.newer() is None
+        for pinned in (0, 1):
+            await watch.pin(pinned)
+            assert watch.newer() == 2
+        assert await watch.pull(2)
+        assert watch.newer() is None
+        await watch.pin(1)
+        await client.hdel(keys.versions, "2")
+        assert not await watch.pull(2)
+        assert watch.newer() is None, "it is gone, and nothing can be loaded"
+        assert backend.version == 1

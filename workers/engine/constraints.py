@@ -14,19 +14,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.metadata
 import json
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
 import torch
 
-from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
+from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError, how_to_install
 from sluice.pipeline.thread_pool import ThreadPool
 from sluice.pipeline.wire.messages import Grammar, SamplingParams
 
@@ -36,11 +38,12 @@ MASKS_S = 5.0  # of one sequence; a mask usually takes a millisecond or less
 MASKS_PER_TOKEN_S = 0.1
 _COMPILES = 2  # at a time
 _MOST_LOST = 4  # compiles that outlived COMPILE_S and still run; each has a processor
-_MOST_KEPT = 64  # compiled grammars, and as many that took too long
+_MOST_KEPT = 64  # compiled grammars, and more only while all are in use; as many that took too long
 _START_S = 60.0  # the library and the tokenizer's table, before the first grammar
 NO_TOKEN = "no token is allowed here: the grammar, allowed_token_ids and bad_words exclude all; correct or remove them"
 
 TOO_SLOW = "the grammar is too ambiguous: deriving its masks takes too long, and other sequences wait; simplify it"
+UNMASKED = f"{TOO_SLOW}, unless the engine's log says why else the masks were left out"
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,19 +92,36 @@ class Grammars:
     def __init__(self, tokenizer: Callable[[], Any], vocab_size: int, *, compile_s: float = COMPILE_S) -> None:
         """`tokenizer` is called for the first grammar. `compile_s`: a grammar that takes longer is refused."""
         self._tokenizer, self._vocab_size, self._compile_s = tokenizer, vocab_size, compile_s
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # never for long: event loops take it
+        self._making = threading.Lock()
         self._compiler: Any = None
-        self._kept: OrderedDict[Grammar, Any] = OrderedDict()
+        self._kept: OrderedDict[Grammar, Any] = OrderedDict()  # the least recently used one first
+        self._in_use: Counter[Grammar] = Counter()  # number of requests that wait for it, or run with it
         self._pool = ThreadPool("grammar", _COMPILES, max_lost=_MOST_LOST)
         self._compiling: dict[tuple[asyncio.AbstractEventLoop, Grammar], asyncio.Task[None]] = {}
         self._too_slow: OrderedDict[Grammar, None] = OrderedDict()
 
-    async def prepare(self, grammar: Grammar | None) -> None:
-        """Compile it beside the event loop, once for all who wait for it. Raises RequestError.
+    @contextlib.asynccontextmanager
+    async def prepared(self, grammar: Grammar | None) -> AsyncIterator[None]:
+        """Compiled beside the event loop, once for all who wait for it, and kept until the block ends.
 
-        One that took too long is refused at once from then on.
+        Raises RequestError. One that took too long is refused at once from then on.
         """
-        if grammar is None or (grammar in self._kept and grammar not in self._too_slow):
+        if grammar is None:
+            yield
+            return
+        with self._lock:
+            self._in_use[grammar] += 1
+        try:
+            await self._prepare(grammar)
+            yield
+        finally:
+            with self._lock:
+                self._in_use -= Counter([grammar])
+                _trim(self._kept, self._in_use)
+
+    async def _prepare(self, grammar: Grammar) -> None:
+        if grammar in self._kept and grammar not in self._too_slow:
             return
         key = asyncio.get_running_loop(), grammar
         task = self._compiling.get(key)
@@ -124,7 +144,7 @@ class Grammars:
             cause = " ".join(str(error).split())
             raise RequestError(f"the grammar ({grammar.kind}) can't be compiled: {cause:.300}") from error
         with self._lock:
-            _keep(self._kept, grammar, found)
+            _keep(self._kept, grammar, found, self._in_use)
             return found
 
     def close(self) -> None:
@@ -162,7 +182,7 @@ class Grammars:
         return RequestError(f"the grammar took more than {self._compile_s:g} s to compile; simplify it")
 
     def _made_compiler(self) -> Any:
-        with self._lock:
+        with self._making:
             if self._compiler is None:
                 xgrammar = _library()
                 info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer(), vocab_size=self._vocab_size)
@@ -170,10 +190,15 @@ class Grammars:
             return self._compiler
 
 
-def _keep(kept: OrderedDict[Grammar, Any], grammar: Grammar, found: Any) -> None:
+def _keep(kept: OrderedDict[Grammar, Any], grammar: Grammar, found: Any, in_use: Collection[Grammar] = ()) -> None:
     kept[grammar] = found
-    if len(kept) > _MOST_KEPT:
-        kept.popitem(last=False)
+    _trim(kept, in_use)
+
+
+def _trim(kept: OrderedDict[Grammar, Any], in_use: Collection[Grammar]) -> None:
+    spare = (grammar for grammar in kept if grammar not in in_use)
+    for grammar in list(islice(spare, max(0, len(kept) - _MOST_KEPT))):
+        del kept[grammar]
 
 
 def library() -> str:
@@ -189,8 +214,8 @@ def _library() -> Any:
         return importlib.import_module(LIBRARY)
     except ImportError as error:
         raise RequestError(
-            f"structured output needs the package {LIBRARY}, which this worker doesn't have; install sluice[grammar], "
-            "or remove the grammar"
+            f"structured output needs the package {LIBRARY}, which this worker doesn't have; "
+            f"{how_to_install('grammar')}, or remove the grammar"
         ) from error
 
 
@@ -208,7 +233,9 @@ def _compile(compiler: Any, grammar: Grammar) -> Any:
             return compiler.compile_structural_tag(grammar.text)
         case "choice":
             choices = msgspec.json.decode(grammar.text, type=list[str])
-            return compiler.compile_grammar("root ::= " + " | ".join(json.dumps(one) for one in choices))
+            return compiler.compile_grammar(
+                "root ::= " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
+            )
 
 
 class Narrowed:
@@ -241,11 +268,12 @@ class Narrowed:
             if self._outside is None:
                 self._outside = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
                 self._outside[list(self._allowed)] = False
-            narrowed.masked_fill_(self._outside, float("-inf"))
+            narrowed.masked_fill_(self._outside.to(logits.device), float("-inf"))  # `take` asks on the CPU
         for word in self._bad:
             if self._completes(word, word[-1]):
                 narrowed[word[-1]] = float("-inf")
-        if self._matcher is not None:
+        # After its end xgrammar derives no mask, and an asynchronous scheduler has sent one more step by then.
+        if self._matcher is not None and not self._matcher.is_terminated():
             narrowed.masked_fill_(self._outside_grammar(narrowed), float("-inf"))
         if self._bias:
             narrowed[list(self._bias)] += torch.tensor(list(self._bias.values()), device=logits.device)
@@ -260,9 +288,9 @@ class Narrowed:
         is_allowed = self.admits(token)
         self._spend(began)
         if not is_allowed:
-            # Where others are allowed it was sampled without the mask: the engine's core ran out of time for it.
+            # Where others are allowed it was sampled without the mask, which the engine's core has left out.
             is_unmasked = self._matcher is not None and self.narrow(torch.zeros(self._vocab_size))
-            raise RequestError(TOO_SLOW if is_unmasked else NO_TOKEN)
+            raise RequestError(UNMASKED if is_unmasked else NO_TOKEN)
         self._left_s += MASKS_PER_TOKEN_S
 
     def admits(self, token: int) -> bool:

@@ -9,6 +9,8 @@
 - `load_weights` runs between two tokens: running sequences keep their tokens and continue under the new version. The
   new prefill also scores the previous version's tokens (proximal logprobs). Loads take place in the order of the calls.
 - `load_adapter` does that for the sequences of one adapter; all others run on untouched.
+- A sequence begins only under a version that its request names, however long it waited for a row. One that has tokens
+  continues under any.
 - Length rule (`fit_prompt`, `check_request`), before any work: prompt + max_new_tokens must fit the context. A prompt
   is cut only if the request allows it (`truncate_prompt`), always from the left, and the result says by how much.
 """
@@ -30,6 +32,14 @@ from sluice.workers.guard.rules import GuardRules
 DecodeEnding = Literal["stop", "length", "repeat_terminated", "deadline", "cancelled"]
 """stop: an end-of-sequence id, a stop id, a stop string or a plugin; length: `max_new_tokens` reached;
 repeat_terminated: the repeat guard forced an end of sequence; deadline: out of time; cancelled: `abort` was called."""
+
+
+class WrongVersion(RequestError):
+    """The loaded weights may not begin this sequence; `too_old`: newer ones may."""
+
+    def __init__(self, message: str, *, too_old: bool) -> None:
+        super().__init__(message)
+        self.too_old = too_old
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,7 @@ class SequenceRequest:
     report: Callable[[Progress], None] | None = field(default=None, compare=False)
     asked_at: float = field(default=0.0, compare=False)  # Unix seconds
     adapter: str = ""  # decoded under this adapter's newest version; empty: under the policy's
+    first_under: tuple[int, int | None] = (0, None)  # lowest and highest version that may sample its first token
     goes_on: bool = field(default=False, compare=False)  # a turn: it begins with kept tokens, and its own are kept
 
     def __post_init__(self) -> None:
@@ -188,7 +199,11 @@ class Backend(Protocol):
         ...
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
-        """Decode one sequence. Raises RequestError for a bad request, EngineError if the engine failed."""
+        """Decode one sequence.
+
+        Raises RequestError for a bad request, WrongVersion for one that these weights may not begin, EngineError if the
+        engine failed.
+        """
         ...
 
     def abort(self, seq_key: str) -> None:
@@ -309,6 +324,26 @@ def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence
         if sampling.logprobs and len(request.so_far) and not request.so_far.logprobs:
             raise RequestError(f"{key}: its tokens so far have no logprobs, which are asked for; start anew")
         check_token_ids(f"{key}: so_far", request.so_far.token_ids, facts.vocab_size)
+
+
+def check_start(request: SequenceRequest, version: int) -> None:
+    """Raise WrongVersion unless this version may sample the first token."""
+    least, most = request.first_under
+    if version < least:
+        raise WrongVersion(f"{request.seq_key}: it needs weights v{least}, but v{version} is loaded", too_old=True)
+    if most is not None and version > most:
+        raise WrongVersion(
+            f"{request.seq_key}: it accepts weights up to v{most}, but v{version} is loaded", too_old=False
+        )
+
+
+def check_scored(token_ids: Sequence[int], facts: EngineFacts) -> None:
+    """Raise RequestError unless these tokens can be scored."""
+    if len(token_ids) < 2:
+        raise RequestError(f"a score needs at least 2 tokens, got {len(token_ids)}")
+    check_token_ids("score", token_ids, facts.vocab_size)
+    if len(token_ids) >= facts.context_length:
+        raise RequestError(f"a score needs less than {facts.context_length} tokens, got {len(token_ids)}")
 
 
 def check_token_ids(where: str, token_ids: Sequence[int], vocab_size: int) -> None:

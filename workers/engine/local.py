@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import msgspec
 
@@ -34,22 +35,23 @@ class LocalEngine:
         Raises RequestError if the prompt leaves no room or an image can't be used, EngineError.
         """
         facts = (await self._backend.for_images()).facts if images else self._backend.facts
-        room = max(1, facts.context_length - len(prompt_token_ids))
-        sampling = msgspec.structs.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-        key = secrets.token_hex(8)
         pixels = [await self._images.get(ref) for ref in images]
-        output = await self._backend.decode(
-            SequenceRequest(
-                seq_key=key,
-                prompt_token_ids=tuple(prompt_token_ids),
-                sampling=sampling,
-                seed=seed,
-                images=tuple(pixels),
-            )
+        request = SequenceRequest(
+            seq_key=secrets.token_hex(8),
+            prompt_token_ids=tuple(prompt_token_ids),
+            sampling=sampling,
+            seed=seed,
+            images=tuple(pixels),
         )
+        length = len(prompt_token_ids)
+        if images:  # the engine alone knows how many tokens they become, and says so with the first token
+            first = await self._backend.decode(_up_to(request, 1))
+            request, length = replace(request, so_far=first.sampled), len(first.prompt_token_ids)
+        request = _up_to(request, facts.context_length - length)
+        output = await self._backend.decode(request)
         return SequenceResult(
-            seq_id=key,
-            group_id=key,
+            seq_id=request.seq_key,
+            group_id=request.seq_key,
             group_size=1,
             index=0,
             backend=facts.name,
@@ -62,12 +64,17 @@ class LocalEngine:
             raw_text=output.raw_text,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
-            sampling=sampling,
+            sampling=request.sampling,
             images=[
                 msgspec.structs.replace(ref, sha256=image.info["sha256"])
                 for ref, image in zip(images, pixels, strict=True)
             ],
         )
+
+
+def _up_to(request: SequenceRequest, tokens: int) -> SequenceRequest:
+    most = max(1, min(request.sampling.max_new_tokens, tokens))  # without room for one, the engine refuses the prompt
+    return replace(request, sampling=msgspec.structs.replace(request.sampling, max_new_tokens=most))
 
 
 @asynccontextmanager

@@ -3,6 +3,9 @@
 vLLM gives no stability promise for these interfaces. A changed one would fail in the middle of a step, or never call
 the guard, so `check_interfaces` inspects them before the guard is loaded.
 
+A request ends at its forced id, whoever chose it. An asynchronous scheduler has sent its next step by then: what that
+draws is thrown away, and a trigger there says nothing about the request, so it isn't noted.
+
 V1: rows of the batch, and vLLM's own growing lists of output tokens.
 
 - A row begins with the last `offset` tokens of its prompt: those generated before it was resumed.
@@ -129,7 +132,8 @@ class V1Rows:
         for index, (watch, key) in self._rows.items():
             if (trigger := watch.look()) is not None:
                 forced[index] = watch.forced
-                self._requests.note(key, trigger)
+                if not watch.ended:
+                    self._requests.note(key, trigger)
         if forced:
             force(logits, forced)
         self._requests.cost.step(began, len(self._rows))
@@ -145,11 +149,12 @@ class V1Rows:
 class _Slot:
     """One request; `seen`: its tokens read so far, including the prompt; None before its first step."""
 
-    __slots__ = ("asked", "guard", "sampling", "seen")
+    __slots__ = ("asked", "ended", "guard", "sampling", "seen")
 
     def __init__(self, sampling: Any, guard: RepeatGuard, asked: GuardArguments) -> None:
         self.sampling, self.guard, self.asked = sampling, guard, asked
         self.seen: int | None = None
+        self.ended = False  # the forced id was read
 
 
 class V2Slots:
@@ -177,7 +182,8 @@ class V2Slots:
             self._read(slot, number, visible[row], fed[row])
             if (trigger := slot.guard.trigger) is not None:
                 forced[row] = slot.asked.forced
-                self._requests.note(slot.asked.key, trigger)
+                if not slot.ended:
+                    self._requests.note(slot.asked.key, trigger)
         if forced:
             force(logits, forced)
         self._requests.cost.step(began, len(places))
@@ -188,9 +194,13 @@ class V2Slots:
             return
         if slot.seen is not None and visible == slot.seen + 1:
             slot.guard.push(fed)
+            slot.ended = slot.ended or fed == slot.asked.forced
         else:
             if slot.seen is not None:  # a step was missed: read everything again
                 slot.guard, slot.asked = self._requests.begin(slot.sampling)
-            start = max(0, int(self._state.prompt_len.np[number]) - slot.asked.offset)
-            slot.guard.push_all(self._state.all_token_ids.gpu[number, start:visible].tolist())
+            begin = int(self._state.prompt_len.np[number])
+            start = max(0, begin - slot.asked.offset)
+            tokens = self._state.all_token_ids.gpu[number, start:visible].tolist()
+            slot.guard.push_all(tokens)
+            slot.ended = slot.asked.forced in tokens[begin - start :]
         slot.seen = visible

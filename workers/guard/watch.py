@@ -22,11 +22,12 @@ class Watch:
     Negative ids are places an asynchronous scheduler hasn't filled yet; they are read later.
     """
 
-    __slots__ = ("forced", "generated", "guard", "seen")
+    __slots__ = ("ended", "forced", "generated", "guard", "seen")
 
     def __init__(self, guard: RepeatGuard, generated: list[int], forced: int) -> None:
         self.guard, self.generated, self.forced = guard, generated, forced
         self.seen = 0
+        self.ended = False  # the forced id was read
 
     def look(self) -> RepeatTrigger | None:
         """Read the new tokens; the trigger if the next token must be the forced one."""
@@ -37,6 +38,7 @@ class Watch:
                 break
             self.seen += 1
             self.guard.push(token)
+            self.ended = self.ended or token == self.forced
         return self.guard.trigger
 
 

@@ -117,12 +117,12 @@ class HfBackend:
         self._facts = facts
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
-        """Decode one sequence in the running batch. Raises RequestError or EngineError."""
+        """Decode one sequence in the running batch. Raises RequestError, WrongVersion or EngineError."""
         thread = self._running()
         async with AsyncExitStack() as held:
             with thread.coming(request.seq_key) as call:
                 if thread.grammars is not None:
-                    await thread.grammars.prepare(request.sampling.grammar)
+                    await held.enter_async_context(thread.grammars.prepared(request.sampling.grammar))
                 inputs = await held.enter_async_context(self._prepared(request)) if request.images else None
                 future = thread.decode(request, inputs, call)
             return await asyncio.wrap_future(future)

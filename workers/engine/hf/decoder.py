@@ -1,7 +1,8 @@
 """The steps of the decode loop, without threads: rows join, step together, and leave.
 
 - Rows of the batch, the cache and the sampling table have the same order.
-- A row's first token comes from its prefill; a row that ends there never enters the batch.
+- A row's first token comes from its prefill; a row that ends there never enters the batch, nor does one that may not
+  begin under its policy's version.
 - Equal contexts are prefilled once. A prompt with images is prefilled alone.
 - A prompt that begins with a kept sequence (cache.py) is prefilled from there on.
 - New weights: every running row is prefilled again, because a cache must not outlive its weights, at the swap or before
@@ -22,6 +23,7 @@ from sluice.pipeline.errors import EngineError, RequestError
 from sluice.pipeline.wire.sampled_tokens import Place, Ranked
 from sluice.workers.engine.adapters import OWN, Policies, Policy
 from sluice.workers.engine.constraints import NO_TOKEN
+from sluice.workers.engine.contracts import WrongVersion, check_start
 from sluice.workers.engine.hf.adapters import Lora
 from sluice.workers.engine.hf.cache import DecodeCache, PrefillCache, Prefix, PrefixCache
 from sluice.workers.engine.hf.model import LoadedModel
@@ -71,7 +73,7 @@ class Decoder:
 
     def join(self, rows: Sequence[Row]) -> list[Ended]:
         """Prefill new rows and add them; returns those that ended at once, with their error if any."""
-        ended: list[Ended] = []
+        rows, ended = self._startable(rows)
         last: list[int] = []
         pasts = self._pasts(rows)
         for group in prefill_groups(rows, pasts):
@@ -155,6 +157,19 @@ class Decoder:
         """Summed fp32 logprob (nats) of tokens 1.. given their prefix. Raises RequestError."""
         with self.model.adapters.rows([lora]):
             return summed_logprob(self.model, token_ids)
+
+    def _startable(self, rows: Sequence[Row]) -> tuple[list[Row], list[Ended]]:
+        """Rows that their policies may begin or continue, and the others with their errors."""
+        found: list[Row] = []
+        others: list[Ended] = []
+        for row in rows:
+            try:
+                if not row.tokens:
+                    check_start(row.request, self.policies.of(row.request.adapter).version)
+                found.append(row)
+            except WrongVersion as error:
+                others.append((row, error))
+        return found, others
 
     def _take(self, part: Slice, contexts: Mapping[int, Context]) -> list[Ended]:
         """Add the slice's rows that still run, with their caches; returns those that failed."""

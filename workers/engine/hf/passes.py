@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from sluice.pipeline.errors import RequestError
 from sluice.pipeline.wire.sampled_tokens import Place, Ranked
-from sluice.workers.engine.contracts import check_token_ids
+from sluice.workers.engine.contracts import check_scored
 from sluice.workers.engine.hf.cache import PrefillCache
 from sluice.workers.engine.hf.model import LoadedModel
 from sluice.workers.engine.sampling import places_of
@@ -92,9 +91,7 @@ def chosen(logits: torch.Tensor, tokens: torch.Tensor, temperatures: Sequence[fl
 
 def summed_logprob(model: LoadedModel, token_ids: Sequence[int]) -> float:
     """Of tokens 1.. given their prefix, in fp32 nats, by one plain pass. Raises RequestError."""
-    if len(token_ids) < 2:
-        raise RequestError(f"a score needs at least 2 tokens, got {len(token_ids)}")
-    check_token_ids("score", token_ids, model.facts.vocab_size)
+    check_scored(token_ids, model.facts)
     inputs = torch.tensor([list(token_ids)], device=torch.device(model.facts.device))
     logits = model.module(input_ids=inputs, use_cache=False).logits[0, :-1].float()
     return torch.log_softmax(logits, dim=-1).gather(1, inputs[0, 1:, None]).double().sum().item()

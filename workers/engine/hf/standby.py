@@ -72,7 +72,7 @@ class Slice:
         return max((len(one.token_ids) - 1 - length for _, one, length in self._running(contexts)), default=0)
 
     def extend(self, model: LoadedModel, contexts: Mapping[int, Context]) -> None:
-        """Take what the rows have sampled since; a row that left is fed padding."""
+        """Take what the rows have sampled since; a row that left is fed padding, also beyond the context."""
         count = self.behind(contexts)
         if not count:
             return
@@ -82,7 +82,8 @@ class Slice:
             new[index] = one.token_ids[length:-1]
         inputs, lengths = torch.tensor(new, device=device), torch.tensor(self._lengths, device=device).unsqueeze(1)
         mask = torch.arange(self._width + count, device=device) >= self._width - lengths
-        positions = lengths + torch.arange(count, device=device)
+        # Learned positions end with the context; those of rows that run are below.
+        positions = (lengths + torch.arange(count, device=device)).clamp_(max=model.facts.context_length - 1)
         self._scores.append(chosen(self._logits.unsqueeze(1), inputs[:, :1], self._temperatures))
         rest = 1 if count > 1 else None
         self._logits, scores = forward_scored(model, inputs, mask, positions, self.cache, rest, self._temperatures)

@@ -97,7 +97,7 @@ class VllmBackend:
             raise
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
-        """Decode one sequence in the running batch. Raises RequestError or EngineError."""
+        """Decode one sequence in the running batch. Raises RequestError, WrongVersion or EngineError."""
         return await self._do(lambda engine: engine.sequences.decode(request))
 
     @property

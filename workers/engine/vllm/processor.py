@@ -7,7 +7,8 @@
   sequence draws the same numbers; a draw for a partial prefill is discarded and consumes nothing.
 - Raw logprobs were taken from the untouched logits before.
 - `Reshaper` applies constraints and the penalties that count an answer's tokens, before that and to greedy rows too.
-- `apply` never raises for a request that `validate_params` accepted: an error there ends the whole engine.
+- `apply` never raises for a request that `validate_params` accepted: an error there ends the whole engine. A constraint
+  that fails, for whatever reason, is left out: the sequence's owner ends it at its first token that isn't allowed.
 
 The processor is also the first of our code to run in the core, and sets it up:
 
@@ -23,7 +24,8 @@ import select
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -33,6 +35,7 @@ import torch
 import torch._dynamo
 from vllm import SamplingParams as VllmSampling
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from sluice.pipeline.errors import SluiceError
@@ -45,6 +48,7 @@ EXTRA = "sluice"
 """Our key in `SamplingParams.extra_args`: how a token is drawn."""
 RESHAPED = "sluice_reshaped"
 """Another: constraint and penalties."""
+_log = init_logger("vllm.sluice.reshaped")
 
 
 @dataclass(slots=True)
@@ -184,22 +188,18 @@ class _Reshaped:
         self._before, self._generated, self._taken = prompt[begin:], generated, 0
         self._penalties: Penalties | None = None
         self._narrowed: Narrowed | None = None
-        try:
+        with self._or_left_out():
             if asked.constraint is not None:
                 self._narrowed = Narrowed(asked.constraint, grammars)
                 for token in self._before:
                     self._narrowed.take(token)
-        except SluiceError:  # its owner found that before, or ends the sequence at its first token that isn't allowed
-            self._narrowed = None
 
     def apply(self, logits: torch.Tensor) -> None:
         """To the logits (vocab,), in place."""
         self._take_new(len(logits))
-        try:
+        with self._or_left_out():
             if self._narrowed is not None:
                 self._narrowed.narrow(logits)
-        except SluiceError:  # its owner ends it at the first token that isn't allowed
-            self._narrowed = None
         if self._penalties is not None:
             logits.copy_(self._penalties.apply(logits.unsqueeze(0))[0])
 
@@ -212,11 +212,21 @@ class _Reshaped:
             self._taken += 1
             if self._penalties is not None:
                 self._penalties.advance(torch.tensor([token], device=self._device))
-            try:
+            with self._or_left_out():
                 if self._narrowed is not None:
                     self._narrowed.take(token)
-            except SluiceError:  # its owner ends it at this token
-                self._narrowed = None
+
+    @contextmanager
+    def _or_left_out(self) -> Iterator[None]:
+        """Whatever fails in it, the row goes on without its constraint; see above."""
+        try:
+            yield
+        except SluiceError:  # its owner finds the same
+            self._narrowed = None
+        except Exception as error:
+            self._narrowed = None
+            # Without a traceback: an engine that dies later is explained by the last one in its log.
+            _log.error("a sequence goes on without its constraint, which failed: %r", error)
 
 
 _Row = TypeVar("_Row")

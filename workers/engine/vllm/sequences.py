@@ -29,7 +29,7 @@ from sluice.pipeline.errors import EngineError, RequestError, SluiceError, TornW
 from sluice.pipeline.wire.sampled_tokens import Place, Ranked
 from sluice.workers.engine.adapters import OWN, Policies, Policy
 from sluice.workers.engine.constraints import Constraint, Grammars
-from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest, check_token_ids
+from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest, check_scored, check_start
 from sluice.workers.engine.plugins.base import check_plugins
 from sluice.workers.engine.running import RunningSequence
 from sluice.workers.engine.vllm.guard import CoreGuard
@@ -71,13 +71,15 @@ class Sequences:
         return self._guard
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
-        """Decode one sequence. Raises RequestError or EngineError."""
+        """Decode one sequence. Raises RequestError, WrongVersion or EngineError."""
         facts = self._engine.facts
         request_type = "vlm" if request.images else "text"
         check_plugins(request.plugins, backend=facts.name, hooks=facts.hooks, request_type=request_type)
         self.policies.of(request.adapter, request.seq_key)
-        async with self._entries.entered(request.seq_key, pausable=True) as entry:
-            await self._grammars.prepare(request.sampling.grammar)
+        async with (
+            self._entries.entered(request.seq_key, pausable=True) as entry,
+            self._grammars.prepared(request.sampling.grammar),
+        ):
             prompt = await self._prompt(request)
             sequence = self._begun(request, prompt["prompt_token_ids"])
             await self._follow(sequence, entry, prompt)
@@ -99,7 +101,7 @@ class Sequences:
 
     async def score_under(self, policy: Policy, token_ids: Sequence[int]) -> float:
         """The same under a policy that needn't be among `policies`."""
-        self._check_scored(token_ids)
+        check_scored(token_ids, self._engine.facts)
         async with self._entries.entered("") as entry:
             await self._admitted(entry)
             async with self._entries.sent(entry, policy) as request_id:
@@ -107,16 +109,8 @@ class Sequences:
 
     async def score_in_pause(self, token_ids: Sequence[int]) -> float:
         """The same, for the holder of the pause."""
-        self._check_scored(token_ids)
+        check_scored(token_ids, self._engine.facts)
         return await self._score(token_ids, "sluice-probe")
-
-    def _check_scored(self, token_ids: Sequence[int]) -> None:
-        facts = self._engine.facts
-        if len(token_ids) < 2:
-            raise RequestError(f"a score needs at least 2 tokens, got {len(token_ids)}")
-        check_token_ids("score", token_ids, facts.vocab_size)
-        if len(token_ids) >= facts.context_length:
-            raise RequestError(f"a score needs less than {facts.context_length} tokens, got {len(token_ids)}")
 
     async def _score(self, token_ids: Sequence[int], request_id: str, lora: Any = None) -> float:
         prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
@@ -186,6 +180,8 @@ class Sequences:
             if entry.aborted:
                 return
             policy = self.policies.of(sequence.request.adapter)
+            if not sequence.tokens:
+                check_start(sequence.request, policy.version)
             async with self._entries.sent(entry, policy) as request_id:
                 await self._send(sequence, entry, prompt, request_id, policy)
                 if entry.reserved is not None and sequence.finish_reason is None:

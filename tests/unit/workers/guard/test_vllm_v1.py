@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sluice.pipeline.config.types import RepeatTerminateConfig
-from sluice.workers.guard.repeat import RepeatTrigger
+from sluice.workers.guard.object_keys import ObjectKeys
+from sluice.workers.guard.repeat import RepeatTrigger, Rule
 from sluice.workers.guard.requests import GuardArguments, GuardRequests
 from sluice.workers.guard.rules import GuardRules
 from sluice.workers.guard.vllm_runners import V1Rows
@@ -18,6 +19,12 @@ pytestmark = pytest.mark.vllm
 RULES = GuardRules(
     RepeatTerminateConfig(enabled=True, min_new_tokens=1, max_consecutive_token_repeats=3, ngram_size=None)
 )
+ALL_RULES = GuardRules(
+    RepeatTerminateConfig(
+        enabled=True, min_new_tokens=1, max_consecutive_token_repeats=3, ngram_size=2, max_object_keys=2
+    ),
+    ObjectKeys.of(b"key", [b"ey", b"k"]),
+)
 VOCAB = 8
 LOOP, HEALTHY = [0, 0, 0], [1, 2, 3]
 
@@ -25,11 +32,11 @@ LOOP, HEALTHY = [0, 0, 0], [1, 2, 3]
 class Batch:
     """The adapter with what vLLM would hand it."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: GuardRules = RULES) -> None:
         from vllm.v1.sample.logits_processor import MoveDirectionality
 
         self.swap, self.one_way = MoveDirectionality.SWAP, MoveDirectionality.UNIDIRECTIONAL
-        self.requests = GuardRequests(RULES)
+        self.requests = GuardRequests(rules)
         self.rows = V1Rows(self.requests, self.swap)
         self.rows.update_state(None)
 
@@ -173,6 +180,34 @@ def test_half_a_prefill_draws_without_growth_and_triggers_again() -> None:
     assert batch.requests.take("r0") == RepeatTrigger("consecutive", 3)
     growing.append(7)
     assert batch.forced() == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "loop"), [("object_keys", [1, 0, 1, 0]), ("consecutive", [7, 7, 7]), ("ngram", [7, 4, 7, 4])]
+)
+def test_the_step_after_the_reserved_id_changes_no_trigger(rule: Rule, loop: list[int]) -> None:
+    """An asynchronous scheduler has sent it by then. The reserved id goes on with each of these loops."""
+    batch, growing = Batch(ALL_RULES), list[int]()
+    batch.update(added=[request(0, growing, prompt=loop, offset=len(loop))])
+    assert batch.forced() == {0: 7}
+    for drawn in (7, 7):
+        growing.append(drawn)
+        batch.forced()
+    assert batch.requests.take("r0") == RepeatTrigger(rule, len(loop))
+
+
+def test_the_step_after_a_reserved_id_that_the_model_chose_has_no_trigger() -> None:
+    """That id completes a loop, but vLLM ends the request there; it is sent again, and triggers then."""
+    batch, growing = Batch(), list[int]()
+    batch.update(added=[request(0, growing, prompt=[7, 7], offset=2)])
+    assert batch.forced() == {}
+    for drawn in (7, 3, 3, 3):
+        growing.append(drawn)
+        batch.forced()
+    assert batch.requests.take("r0") is None
+    batch.update(removed=[0], added=[request(0, [], prompt=[7, 7, 7], offset=3)])
+    assert batch.forced() == {0: 7}
+    assert batch.requests.take("r0") == RepeatTrigger("consecutive", 3)
 
 
 def test_places_that_a_scheduler_fills_later_wait() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sluice.pipeline.config.types import RepeatTerminateConfig
 from sluice.workers.guard.object_keys import ObjectKeys
-from sluice.workers.guard.repeat import RepeatTrigger
+from sluice.workers.guard.repeat import RepeatTrigger, Rule
 from sluice.workers.guard.requests import GuardArguments, GuardRequests
 from sluice.workers.guard.rules import GuardRules
 from sluice.workers.guard.vllm_runners import V2Slots
@@ -137,6 +137,35 @@ def test_a_step_that_is_taken_back_is_read_again() -> None:
     assert runner.step(request) == {}
     request.add(5)
     assert runner.step(request) == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "loop"), [("object_keys", [1, 0] * 4), ("consecutive", [9, 9, 9]), ("ngram", [9, 4, 9, 4])]
+)
+def test_the_step_after_the_reserved_id_changes_no_trigger(rule: Rule, loop: list[int]) -> None:
+    """An asynchronous scheduler has sent it by then. The reserved id goes on with each of these loops."""
+    runner = Runner()
+    request = runner.add(0, loop, offset=len(loop))
+    assert runner.step(request) == {0: 9}
+    for drawn in (9, 9):
+        request.add(drawn)
+        runner.step(request)
+    assert runner.requests.take("s0") == RepeatTrigger(rule, len(loop))
+
+
+@pytest.mark.parametrize("missed", [0, 3])
+def test_the_step_after_a_reserved_id_that_the_model_chose_has_no_trigger(missed: int) -> None:
+    """That id completes a loop, but vLLM ends the request there; it is sent again, and triggers then."""
+    runner = Runner()
+    request = runner.add(0, [9, 9], offset=2)
+    assert runner.step(request) == {}
+    for at, drawn in enumerate((9, 3, 3, 3)):
+        request.add(drawn)
+        if at >= missed:
+            runner.step(request)
+    assert runner.requests.take("s0") is None
+    assert runner.step(runner.add(0, [9, 9, 9], offset=3)) == {0: 9}
+    assert runner.requests.take("s0") == RepeatTrigger("consecutive", 3)
 
 
 def test_the_same_step_twice_does_not_grow() -> None:
