@@ -341,7 +341,7 @@ async def rollouts(
             for turn, prompt in enumerate(prompts[at]):
                 if turn:
                     await asyncio.sleep(random.uniform(*plan.tool_latency_ms) / 1000)
-                await direct.decode(prompt, TURN_TOKENS)
+                await direct.decode(prompt, TURN_TOKENS, goes_on=True)
             return time.perf_counter() - began
 
         began = time.perf_counter()

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from schemathesis import Case, GenerationMode, Response
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
-from schemathesis.openapi import from_url
+from schemathesis.openapi import from_dict, from_url
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -40,6 +40,16 @@ STREAMED: dict[str, dict[str, Any]] = {
     "/inference/v1/generate": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}},
 }
 Seen = Counter[tuple[str, int]]  # of operation and status
+ONE_OPERATION: dict[str, Any] = {
+    "openapi": "3.1.0",
+    "info": {"title": "one", "version": "1"},
+    "paths": {"/": {"post": {"responses": {"200": {"description": "fine"}}}}},
+}
+# schemathesis imports its parts at their first use, and pytest parses each. That use must not come in a thread: two
+# threads that parse at once can end in a SystemError (CPython issue 106905; seen once, on 3.11.7).
+for found in from_dict(ONE_OPERATION).get_all_operations():
+    assert isinstance(found, Ok)
+    found.ok().as_strategy()
 
 
 def attack(url: str, server_url: str = "") -> Seen:
