@@ -51,8 +51,9 @@ class PackedRows:
 
 
 def ce_weights(sample: TrainingSample) -> np.ndarray:
-    """Of the cross-entropy, float32 (len(token_ids),), a copy; the first is 0: nothing predicts that token."""
-    weights = np.array(sample.weights, dtype=np.float32)
+    """Of the cross-entropy, float32 (len(token_ids),), a copy; 0 at the first token, which nothing predicts, and where
+    the label is -100."""
+    weights = np.where(np.asarray(sample.labels) == IGNORED, 0.0, sample.weights).astype(np.float32)
     weights[:1] = 0.0
     return weights
 

@@ -249,6 +249,8 @@ def _with_numbers(sample: TrainingSample) -> TrainingSample:
     for name, value in sample.metrics.items():
         if not math.isfinite(value):
             raise ValueError(f"the metric {name!r} is {value}; record a finite number, or leave the key out")
+    if not np.isfinite(np.array(sample.weights)).all():  # one of them would make the whole batch's loss none
+        raise ValueError("a weight is no finite number; give every token one")
     return sample
 
 

@@ -461,12 +461,20 @@ class Session:
     async def _ack_behind(self, state: TrainerState) -> None:
         self._durable_version, self._saving_version = state.version, None
         await asyncio.to_thread(self._records.known.durable, state.step)
-        await self._ack_pairs(state.unacked, state.unacked_drops)
-        acked = {entry_id for entry_id, _ in state.unacked}
+        await self._ack_all_of(state)
+        while self.state.unacked and self.state.step == state.step:
+            # Batches that were dropped whole since the copy made no step: there is nothing more to commit.
+            await self._ack_all_of(replace(self.state))
+        self._committed = self.state.step == state.step
+
+    async def _ack_all_of(self, state: TrainerState) -> None:
+        """Ack what this copy holds, and no more, though batches are taken meanwhile."""
+        pairs, drops = list(state.unacked), dict(state.unacked_drops)
+        await self._ack_pairs(pairs, drops)
+        acked = {entry_id for entry_id, _ in pairs}
         self.state.unacked = [one for one in self.state.unacked if one[0] not in acked]
         left = self.state.unacked_drops.items()
         self.state.unacked_drops = {entry_id: letters for entry_id, letters in left if entry_id not in acked}
-        self._committed = self.state.step == state.step
 
     @_alone
     async def publish(self, weights: Weights) -> None:

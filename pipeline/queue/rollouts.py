@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from hashlib import sha256
 from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
@@ -68,6 +69,11 @@ class Seen(NamedTuple):
     rollout: Rollout
     newest: bytes  # its last turn, encoded
     size: int  # bytes
+
+
+def mark_of(turn: Turn) -> str:
+    """Tells a turn from another one, and from a repeat of it that sampled other tokens."""
+    return sha256(repr((turn.key, list(turn.result.token_ids))).encode()).hexdigest()
 
 
 class SeenRollouts:
@@ -224,10 +230,14 @@ class Rollouts:
         self._seen.put(rollout, raw[-1] if raw else seen.newest, seen.size + sum(map(len, raw)))
         return rollout
 
-    async def add(self, rollout_id: str, turn: Turn) -> AddedTurn:
-        """Add a turn and return its number; `dup` is a turn with a known key. -1 if there is no open rollout."""
-        raw = encode(turn)
-        added = await self._scripts.ask(self._names, Add(id=rollout_id, key=turn.key, turn=raw))
+    async def add(self, rollout_id: str, turn: Turn, parent: Turn | None = None) -> AddedTurn:
+        """Add a turn and return its number, -1 without one: there is no open rollout, or `changed`.
+
+        `dup` is a turn with a known key. `changed`: the broker has lost the `parent` that it was planned to follow.
+        """
+        raw, behind = encode(turn), "" if parent is None else mark_of(parent)
+        request = Add(id=rollout_id, key=turn.key, turn=raw, mark=mark_of(turn), parent=turn.parent, parent_mark=behind)
+        added = await self._scripts.ask(self._names, request)
         if added.word == "ok" and (seen := self._seen.get(rollout_id)) and len(seen.rollout.turns) == added.place:
             self._remember(seen, [turn], [raw])
         return added

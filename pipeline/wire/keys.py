@@ -125,7 +125,8 @@ class Keys:
         self.rollouts = f"{self.prefix}rollouts"  # zset: open rollout id → ms when it counts as abandoned
         self.evaluated_rollouts = f"{self.prefix}rollouts:evaluated"  # the same of those of an evaluation
         # + rollout id → hash: state (open | closed), head, stream, g, i, n, bytes, turns (how many), turn:<place>,
-        # t:<turn key> (its place), e (it is of an evaluation); if closed only state, g, i, n, and it expires
+        # t:<turn key> (its place), m:<place> (mark of what it sampled), e (it is of an evaluation); if closed only
+        # state, g, i, n, and it expires
         self.rollout = f"{self.prefix}rollout:"
         # + conversation → hash: m:<digest> (a message and the digest before it), r:<response> (digest of its answer),
         # rollout; expires

@@ -40,7 +40,7 @@ Message = dict[str, Any]
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 MAX_GRAMMAR = 65_536  # characters
 MAX_LISTED = 1024  # ids, words and biases of one request
-MAX_STOP = 1024  # characters of one stop text
+MAX_STOP = 8192  # characters of all stop texts: a stream compares each with its text, step by step
 MAX_ALTERNATIVES = 20
 
 
@@ -84,7 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         penalty, cold = self.repetition_penalty, 0 < self.temperature < _COLDEST
-        longest = max(map(len, self.stop), default=0)
+        size = sum(map(len, self.stop))
         checks = (
             (0 <= self.temperature < math.inf, "temperature must be >= 0 and finite", self.temperature),
             (not cold, f"temperature must be 0 (greedy) or >= {_COLDEST}", self.temperature),
@@ -98,7 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             (_biases(self.logit_bias), "logit_bias must be in -100..100", self.logit_bias),
             (_few(self.bad_words), f"bad_words must have at most {MAX_LISTED} words", len(self.bad_words)),
             (_few(self.stop), f"stop must have at most {MAX_LISTED} texts", len(self.stop)),
-            (longest <= MAX_STOP, f"stop texts must have at most {MAX_STOP} characters", longest),
+            (size <= MAX_STOP, f"stop must have at most {MAX_STOP} characters in all", size),
             (_few(self.stop_token_ids), f"stop_token_ids must have at most {MAX_LISTED} ids", len(self.stop_token_ids)),
             (_listed(self.top_logprobs), f"top_logprobs must be in 0..{MAX_ALTERNATIVES}", self.top_logprobs),
             (_listed(self.prompt_logprobs), f"prompt_logprobs must be in 0..{MAX_ALTERNATIVES}", self.prompt_logprobs),

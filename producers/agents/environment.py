@@ -74,8 +74,8 @@ class Step(NamedTuple):
         if not isinstance(value, list | tuple) or len(value) != 3:
             raise EnvironmentFailed(f"step returned {value!r:.200}; return (observation, reward, done)")
         step = cls(*value)
-        if step.reward is not None and (isinstance(step.reward, str) or not math.isfinite(step.reward)):
-            raise EnvironmentFailed(f"step returned the reward {step.reward!r}; return a finite number, or None")
+        if step.reward is not None and not _is_number(step.reward):
+            raise EnvironmentFailed(f"step returned the reward {step.reward!r:.200}; return a finite number, or None")
         return step._replace(done=bool(step.done))
 
     @property
@@ -84,6 +84,16 @@ class Step(NamedTuple):
         if isinstance(self.observation, str):
             return [{"role": "user", "content": self.observation}]
         return checked_messages(self.observation, "step")
+
+
+def _is_number(value: Any) -> bool:
+    """Also of NumPy and the like; a truth value or a text is none."""
+    if isinstance(value, bool | str | bytes):
+        return False
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 class EnvironmentFailed(Exception):

@@ -29,7 +29,7 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.prompts.admission import MAX_TURNS
 from sluice.pipeline.prompts.chat_template import RESERVED, has_variable
 from sluice.pipeline.prompts.turn_tokens import Renderer
-from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
+from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn, mark_of
 from sluice.pipeline.queue.trained import trained_among
 from sluice.pipeline.thread_pool import ThreadPool
 from sluice.pipeline.wire.keys import is_evaluated_rollout, tagged
@@ -49,7 +49,7 @@ from sluice.producers.gateway.parsers import (
     assistant_message,
     with_calls,
 )
-from sluice.producers.gateway.refusals import Refusal, closed, trained, unknown
+from sluice.producers.gateway.refusals import Refusal, closed, parent_lost, trained, unknown
 from sluice.producers.gateway.turns import Plan, digest, known_token_ids, path_to, plan_tokens, plan_turn
 from sluice.producers.http.schemas import JsonObject
 
@@ -321,9 +321,10 @@ class Chat:
         if (stored := _place_of(rollout.turns, plan.key)) is not None:
             yield _answer(request, rollout.turns, stored, resynced=plan.added.resynced)
             return
+        parent = _parent(rollout.turns, plan)
         job = self._job(
             request,
-            digest([rollout_id, plan.key, plan.parent]),
+            digest([rollout_id, plan.key, plan.parent, *([mark_of(parent)] if parent else [])]),
             sampling,
             prompt_token_ids=TokenArray(plan.prompt_token_ids),
             images=plan.images,
@@ -370,11 +371,13 @@ class Chat:
     async def _add(self, rollout: Rollout, turn: Turn, plan: Plan) -> tuple[Sequence[Turn], int]:
         """The rollout's turns, and the index of this one, or of a stored one with the same key. Raises Refusal."""
         rollout_id = rollout.head.rollout_id
-        word, place = await self._rollouts.add(rollout_id, turn)
+        word, place = await self._rollouts.add(rollout_id, turn, _parent(rollout.turns, plan))
         if word == "unknown":
             raise unknown(rollout_id)
         if word == "closed":
             raise closed(rollout_id)
+        if word == "changed":
+            raise parent_lost(rollout_id)
         if word == "ok" and place == len(rollout.turns):
             self._metrics.resyncs.inc(plan.added.resynced)
             self._metrics.rollouts.labels("forked").inc(plan.forks)
@@ -435,6 +438,11 @@ class Chat:
             return assistant_message(Parsed(result.text), key)
         kwargs, choice = request.template_kwargs, request.tool_choice
         return self._reader.message(result, key, tools=request.tools, choice=choice, template_kwargs=kwargs)
+
+
+def _parent(turns: Sequence[Turn], plan: Plan) -> Turn | None:
+    """The turn that the next one follows."""
+    return turns[plan.parent] if plan.parent >= 0 else None
 
 
 def _answer(request: Asked, turns: Sequence[Turn], place: int, *, resynced: bool) -> Answer:

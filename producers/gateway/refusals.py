@@ -112,6 +112,11 @@ def trained(rollout_id: str) -> Refusal:
     return Refusal(409, message, "rollout_id", final=True)
 
 
+def parent_lost(rollout_id: str) -> Refusal:
+    """The broker lost its newest writes (a power loss) while a call was decoded, the turn before it among them."""
+    return Refusal(503, f"rollout {rollout_id}: the broker lost the turn before this one; try again", "rollout_id")
+
+
 def turns_lost(rollout_id: str, stored: int, num_turns: int) -> Refusal:
     """The broker lost its newest writes (a power loss) with turns of it in them."""
     message = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
+from sluice.consumers.training import checkpoint
+from sluice.consumers.training.session import Session
 from sluice.consumers.training.step import TrainStep
 from sluice.consumers.training.step_log import read_rollouts, read_steps
 from sluice.consumers.training.trainer import Trainer
@@ -199,6 +202,33 @@ async def test_drops_are_counted_once_wherever_the_trainer_was_cut_off(
         await cut_off_at(*CUTS[place], monkeypatch, train(config, source))
     await train(config, source)
     await assert_ended(client, keys, config, trained_ids=["0-0", "0-1", "1-1", "3-0", "3-1"], reason="stale")
+
+
+async def test_a_last_batch_that_is_dropped_while_a_checkpoint_is_written_is_no_other_checkpoint(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no step after the one that is being written, so nothing is left to write."""
+    config = config_of(broker_config, keys, run_dir, source, max_token_staleness=0, on_stale="drop")
+    config = replace(config, trainer=replace(config.trainer, async_checkpoints=True))
+    await hand_on(client, keys, [[[0], [0]], [[0], [0]]])
+    is_dropped = threading.Event()
+    end, complete = Session._end_dropped, checkpoint.Unfinished.complete
+
+    async def ended(self: Session, taken: Any) -> None:
+        await end(self, taken)
+        if taken:
+            is_dropped.set()
+
+    def slowly(self: checkpoint.Unfinished, *rest: Any) -> Path:
+        assert is_dropped.wait(HANG_S)
+        return complete(self, *rest)
+
+    monkeypatch.setattr(Session, "_end_dropped", ended)
+    monkeypatch.setattr(checkpoint.Unfinished, "complete", slowly)
+    await train(config, source)
+    now = await snapshot(client, keys)
+    assert (now.trained, now.dropped, now.accepted, now.waiting_batches, now.complete) == (2, 2, 2, 0, True)
+    assert trained(config) == Counter(["0-0:0", "0-1:0"])
 
 
 async def assert_ended(client: Any, keys: Keys, config: Config, trained_ids: list[str], reason: str) -> None:

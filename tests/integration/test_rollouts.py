@@ -17,6 +17,7 @@ from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, SeenR
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, decode, encode
+from sluice.pipeline.wire.tokens import TokenArray
 from tests.roles import eventually
 from tests.rollout_state import counts, entries, head, held, trajectory, turn
 
@@ -47,6 +48,34 @@ async def test_a_rollout_grows_and_is_read_whole(client: Any, keys: Keys, rollou
     size = sum(map(len, map(encode, [found.head, *found.turns])))
     assert await counts(client, keys) == {"enqueued": 1, "bytes": size}
     assert (await snapshot(client, keys)).open_rollouts == 1
+
+
+async def test_a_turn_follows_the_turn_that_it_was_planned_to_follow_or_nothing(
+    client: Any, keys: Keys, rollouts: Rollouts
+) -> None:
+    """A broker that lost its newest writes may hold another one in that place, or the same one, sampled anew."""
+    await rollouts.open([head("r")])
+    first, second = turn("a"), turn("b", 0)
+    assert await rollouts.add("r", first) == ("ok", 0)
+    assert await rollouts.add("r", second, first) == ("ok", 1)
+    lost: Any = client
+    await lost.hdel(keys.rollout + "r", "turn:1", "t:b", "m:1")
+    await lost.hset(keys.rollout + "r", "turns", 1)
+    child = turn("c", 1)
+    assert await rollouts.add("r", child, second) == ("changed", -1), "its parent is gone"
+    assert await rollouts.add("r", turn("other", 0), first) == ("ok", 1)
+    assert await rollouts.add("r", child, second) == ("changed", -1), "another turn has its parent's place"
+    other_tokens = TokenArray([token + 1 for token in second.result.token_ids])
+    again = replace(second, result=replace(second.result, token_ids=other_tokens))
+    await lost.hdel(keys.rollout + "r", "turn:1", "t:other", "m:1")
+    await lost.hset(keys.rollout + "r", "turns", 1)
+    assert await rollouts.add("r", again, first) == ("ok", 1)
+    assert await rollouts.add("r", child, second) == ("changed", -1), "its parent sampled other tokens"
+    assert await rollouts.add("r", child, again) == ("ok", 2)
+    assert await rollouts.add("r", child, second) == ("dup", 2)
+    found = await rollouts.load("r")
+    assert found is not None
+    assert [(one.key, one.parent) for one in found.turns] == [("a", -1), ("b", 0), ("c", 1)]
 
 
 async def _read_by(client: Any, call: Awaitable[Any]) -> int:

@@ -9,7 +9,7 @@ import msgspec
 from sluice.pipeline.broker.scripts.jobs import Enqueued, enqueued
 from sluice.pipeline.broker.scripts.library import IntRequest, Names, Request, WordRequest
 
-Added = Literal["ok", "dup", "closed", "unknown"]
+Added = Literal["ok", "dup", "closed", "changed", "unknown"]
 
 
 class RolloutNames(Names, frozen=True, kw_only=True):
@@ -73,12 +73,15 @@ class AddedTurn(NamedTuple):
 
 
 class Add(Request[AddedTurn], frozen=True, kw_only=True):
-    """Add a turn to an open rollout; each key counts once."""
+    """Add a turn to an open rollout; each key counts once. `changed`: its parent isn't the turn of that mark."""
 
     script: ClassVar[str] = "rollout_add"
     id: str
     key: str
     turn: bytes
+    mark: str
+    parent: int
+    parent_mark: str
 
     def answer(self, raw: Any) -> AddedTurn:
         word, place = raw

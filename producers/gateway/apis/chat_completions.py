@@ -315,12 +315,14 @@ def _add_models(router: APIRouter, service: Service) -> None:
         service.chat.check_model(name)
         return Model(id=name, max_model_len=most)
 
-    @router.get("/v1/models/{name}", summary="One name of the model", **one_of_them)
+    @router.get("/v1/models/{name:any}", summary="One name of the model", **one_of_them)
     async def model(name: _ModelName) -> Model:
         """For clients that check whether a name is served."""
         return named(name)
 
-    @router.get(f"{SCOPE}/v1/models/{{name}}", summary="One name of the model, under a rollout's URL", **one_of_them)
+    of_rollout = f"{SCOPE}/v1/models/{{name:any}}"
+
+    @router.get(of_rollout, summary="One name of the model, under a rollout's URL", **one_of_them)
     async def model_of_rollout(rollout_id: RolloutPath, name: _ModelName) -> Model:
         """The same for every rollout, open or not."""
         return named(name)

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from sluice.consumers.pack import IGNORED, collate, empty_rows, pack_rows, shares_of
+from sluice.consumers.pack import (
+    IGNORED,
+    ce_token_count,
+    ce_weight_sum,
+    ce_weights,
+    collate,
+    empty_rows,
+    pack_rows,
+    shares_of,
+)
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
@@ -70,6 +80,13 @@ def test_shares_have_about_equal_sums_and_every_sample_once() -> None:
         assert max(sums) <= max(max(costs), sum(costs) / ranks + max(costs) / 2)
     assert shares_of(costs, 1) == [list(range(len(costs)))]
     assert shares_of([], 2) == [[], []]
+
+
+def test_a_label_that_is_ignored_has_no_weight_whatever_its_target_says() -> None:
+    """As transformers has it: labels of -100 on what isn't taught, and weights of 1 everywhere."""
+    one = replace(sample(7, 8, 9, 10), labels=TokenArray([IGNORED, 108, IGNORED, 110]))
+    assert ce_weights(one).tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert (ce_weight_sum([one, one]), ce_token_count([one])) == (4.0, 2)
 
 
 def test_empty_rows_train_nothing() -> None:

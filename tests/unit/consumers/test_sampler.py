@@ -18,7 +18,14 @@ from sluice.consumers.tasks.registry import load_task
 from sluice.consumers.tasks.segments import LeftOut
 from sluice.consumers.tasks.task import Matched, Parsed, Task, TaskContext
 from sluice.pipeline.config.types import ConsumerConfig, ModelConfig, PolicyConfig, RolloutMatchingConfig
-from sluice.pipeline.wire.messages import DeadLetter, ImageRef, Reshaped, SamplingParams, SequenceResult, TrainingSample
+from sluice.pipeline.wire.messages import (
+    DeadLetter,
+    ImageRef,
+    Reshaped,
+    SamplingParams,
+    SequenceResult,
+    TrainingSample,
+)
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result, training_sample
 from tests.tiny_tokenizer import tiny_codec
@@ -84,6 +91,19 @@ def test_a_metric_that_is_no_number_is_a_drop() -> None:
     for word in ("right", nan, inf):
         samples, [letter] = recording({"custom/word": word}).samples_of(group(result()))
         assert (samples, letter.reason) == ([], "task_failed")
+
+
+@pytest.mark.parametrize("weight", [nan, inf])
+def test_a_weight_that_is_no_number_is_a_drop(weight: float) -> None:
+    """Or the step of its whole batch would train nothing."""
+
+    def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
+        sample = exact_answer.target(matched, ctx)
+        return structs.replace(sample, weights=FloatArray([*list(sample.weights)[:-1], weight]))
+
+    samples, [letter] = sampler(replace(TASK, target=target)).samples_of(group(result()))
+    assert (samples, letter.reason) == ([], "task_failed")
+    assert "a weight is no finite number" in letter.detail
 
 
 def test_a_metric_under_an_unknown_name_is_a_drop_that_names_it_and_what_to_write() -> None:

@@ -198,3 +198,14 @@ def test_messages_are_what_the_trainer_gets() -> None:
     returned["content"].append({})  # type: ignore[attr-defined]
     assert message == {"role": "user", "content": [{"type": "text", "text": "x"}], "at": 0.5, "name": None}
     assert type(message["at"]) is float
+
+
+@pytest.mark.parametrize("reward", [[1.0], {"right": 1}, "1", True, math.nan, object()])
+def test_a_reward_that_is_no_number_says_what_to_return(reward: Any) -> None:
+    with pytest.raises(EnvironmentFailed, match=r"step returned the reward .*; return a finite number, or None"):
+        Step.of(("a", reward, False))
+
+
+@pytest.mark.parametrize("reward", [None, 0, 1.5, np.float32(0.5), np.int64(2)])
+def test_a_reward_may_be_any_number(reward: Any) -> None:
+    assert Step.of(("a", reward, False)).reward == reward
