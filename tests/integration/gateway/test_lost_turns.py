@@ -175,10 +175,10 @@ async def the_only_result(client: Any, keys: Keys, running: asyncio.Task[None]) 
 def keep_before_the_last_turn(past: Past, monkeypatch: pytest.MonkeyPatch) -> None:
     add = Rollouts.add
 
-    async def kept(self: Rollouts, rollout_id: str, turn: Turn) -> AddedTurn:
+    async def kept(self: Rollouts, rollout_id: str, turn: Turn, parent: Turn | None = None) -> AddedTurn:
         if turn.parent == NUM_TURNS - 2:
             await past.keep()
-        return await add(self, rollout_id, turn)
+        return await add(self, rollout_id, turn, parent)
 
     monkeypatch.setattr(Rollouts, "add", kept)
 
