@@ -118,7 +118,8 @@ def connect_sync(config: BrokerConfig, run: str = "") -> redis.Redis:
         if config.cluster:
             primary, server = _slot_primary(config, run)
             return redis.Redis(*primary.find(), **server, **settings)
-        return _parsed(broker_url(config), partial(redis.Redis.from_url, **settings))
+        made: Callable[[str], redis.Redis] = partial(cast(Any, redis.Redis).from_url, **settings)
+        return _parsed(broker_url(config), made)
     sentinels, server = node_addresses(config, _SENTINEL_PORT)
     manager: Any = Sentinel(sentinels, sentinel_kwargs=_sentinel_timeouts(config))
     return cast(redis.Redis, manager.master_for(config.sentinel_master, **server, **settings))
