@@ -108,9 +108,9 @@ class Bench(NamedTuple):
 
 async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     """`rollouts_s`: rollouts per second through rollout server, gateway and a worker (`rollouts_s_direct`: their turns
-    on the engine alone). `added_ms_p50`, `added_ms_p99`: milliseconds that gateway, queue and worker add to one call,
-    over pairs. `prefix_reused_share`: of all prompt tokens, those that no worker prefilled anew.
-    `turn_latency_vs_none`: median latency of a conversation's turns, over that without affinity.
+    on the engine alone, which keeps prefixes as the worker does). `added_ms_p50`, `added_ms_p99`: milliseconds that
+    gateway, queue and worker add to one call, over pairs. `prefix_reused_share`: of all prompt tokens, those that no
+    worker prefilled anew. `turn_latency_vs_none`: median latency of a conversation's turns, over that without affinity.
     `gateway_vs_vllm_serve`: completion tokens per second, over vLLM's own server (None: see `why_no_vllm`); in
     `served.with_logprobs` the same for requests with logprobs. `took_s`: seconds by part, starts of processes included.
     """

@@ -73,7 +73,7 @@ class Seen(NamedTuple):
 
 def mark_of(turn: Turn) -> str:
     """Tells a turn from another one, and from a repeat of it that sampled other tokens."""
-    return sha256(repr((turn.key, list(turn.result.token_ids))).encode()).hexdigest()
+    return sha256(turn.key.encode() + bytes(turn.result.token_ids)).hexdigest()
 
 
 class SeenRollouts:

@@ -336,3 +336,14 @@ async def test_errors_say_where_and_never_repeat_what_was_sent(
         async with gateway.http.get(gateway.url + "/openapi.json", headers=head) as answer:
             paths = (await answer.json())["paths"]
         assert {"/v1/chat/completions", "/infer/", "/health", "/metrics"} <= set(paths)
+
+
+async def test_a_served_name_may_have_a_slash(config: Config) -> None:
+    name = "Qwen/Qwen3-8B"
+    async with serving(with_gateway(config, model_name=name), None) as gateway:
+        assert (await gateway.openai.models.retrieve(name)).id == name
+        for path in (f"/v1/models/{name}", "/v1/models/Qwen%2FQwen3-8B", f"/rollouts/a/b/v1/models/{name}"):
+            async with gateway.http.get(gateway.url + path) as answer:
+                assert (answer.status, (await answer.json())["id"]) == (200, name)
+        async with gateway.http.get(f"{gateway.url}/v1/models/{name}/x") as answer:
+            assert answer.status == 404

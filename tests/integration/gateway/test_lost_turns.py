@@ -134,6 +134,33 @@ async def test_an_agent_that_counts_its_turns_is_told_that_one_is_lost_and_may_p
         assert (await gateway.finish("r", "ERROR", num_turns=2))[1]["reason"] == "rollout_error", "it may give up"
 
 
+async def test_a_call_behind_a_turn_that_is_lost_while_it_decodes_is_stored_behind_no_other(
+    config: Config, backend: HfBackend, client: Any, keys: Keys, past: Past, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens were sampled after that turn's: it may be tried again, and the rollout played again."""
+    add, moments = Rollouts.add, iter((past.keep, past.come_back))
+
+    async def losing(self: Rollouts, rollout_id: str, turn: Turn, parent: Turn | None = None) -> AddedTurn:
+        await next(moments)()
+        return await add(self, rollout_id, turn, parent)
+
+    async with serving(config, backend) as gateway:
+        with monkeypatch.context() as patch:
+            patch.setattr(Rollouts, "add", losing)
+            first = await gateway.chat([user("2+2?")], rollout_id="r", **GREEDY)
+            asked = {"messages": [user("2+2?"), said(first), user("again")], "rollout_id": "r", **GREEDY}
+            status, body = await gateway.post("/v1/chat/completions", asked)
+        assert (status, body["error"]["param"]) == (503, "rollout_id")
+        assert "the broker lost the turn before this one; try again" in body["error"]["message"]
+        status, body = await gateway.finish("r", num_turns=2)
+        assert (status, body["error"]["code"]) == (409, "turns_lost"), "nothing of it is stored"
+        again = await two_turns(gateway)
+        assert (await gateway.finish("r", num_turns=2))[1]["outcome"] == "published"
+    [result] = await published(client, keys)
+    assert list(result.token_ids)[-len(again["token_ids"]) :] == again["token_ids"]
+    assert list(result.token_ids)[: len(first["token_ids"])] == first["token_ids"]
+
+
 async def test_more_turns_than_were_answered_and_turns_that_nobody_counted_are_published(
     config: Config, backend: HfBackend, client: Any, keys: Keys
 ) -> None:
