@@ -2,10 +2,11 @@
 
 - A retry inside a retry (a command connects, a connection checks its health) tries once: the outer one starts over, so
   a Sentinel client asks again where the primary is.
-- A cancellation is never lost: redis-py 5 sends through `asyncio.wait_for`, which before Python 3.12 drops one that
-  arrives at the moment of success; the caller would wait forever.
-- A cancelled task can still use a connection. Before Python 3.11.3, a timeout of 0 inside such a task, as in
-  redis-py's check of a pooled connection, is taken for another cancellation; there, the check is a separate task.
+- A cancellation is never lost: redis-py 5 would send through `asyncio.wait_for`, which before Python 3.12 makes a task
+  of every command and drops a cancellation that arrives at the moment of success; the caller would wait forever.
+- A connection is in the pool only between two whole exchanges: whatever ends one early closes it. So it isn't searched
+  for unread bytes before each command, as redis-py does in two turns of the event loop; one that the server has closed
+  since fails its next command, which is tried again.
 - In Redis Cluster everything that belongs to a run is in one slot, so that slot's primary serves the run. `broker.url`
   names some nodes; each is asked for the primary until one answers (`SlotPrimary`). Every new connection asks again, so
   connections follow the slot when it moves or its primary fails over. Addresses are those the nodes announce; user,
@@ -22,12 +23,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
+import hiredis
 import redis
 import redis.asyncio.sentinel
 import redis.sentinel
@@ -157,23 +158,40 @@ def _counted(fail: Callable[..., Any], failures: int, error: Exception) -> Any:
 
 
 class _Heedful(AbstractConnection):
-    """Closes the connection if the task was cancelled while its command was sent."""
+    """Gives a command, and each answer, `socket_timeout` seconds, and is cancelled whenever its task is."""
+
+    def __init__(self, *, socket_timeout: float | None = None, **options: Any) -> None:
+        cast(Any, super()).__init__(**options)  # redis-py's own deadline would be `asyncio.wait_for`
+        self._most_s = socket_timeout
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        """Like redis-py's; if the caller was cancelled, the connection closes because nobody reads its answer."""
-        task = cast("asyncio.Task[Any]", asyncio.current_task())
-        asked = task.cancelling()
+        """Like redis-py's. Raises redis.TimeoutError."""
         if not self.is_connected:  # redis-py 8 would reopen the socket to the old address, without asking a Sentinel
             await self.connect()
-        await super().send_packed_command(command, check_health)
-        if task.cancelling() > asked:
-            await self.disconnect(nowait=True)
-            raise asyncio.CancelledError
+        try:
+            async with asyncio.timeout(self._most_s):
+                await super().send_packed_command(command, check_health)
+        except TimeoutError:
+            raise redis.TimeoutError("Timeout writing to socket") from None
+
+    def pack_command(self, *args: Any) -> list[bytes]:
+        """Like redis-py's, in C, as its blocking connections do: a script has dozens of arguments."""
+        name = args[0].encode() if isinstance(args[0], str) else args[0]
+        try:
+            return [cast(Any, hiredis).pack_command((*name.split(), *args[1:]))]
+        except TypeError:  # redis-py says which argument it is
+            return super().pack_command(*args)
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
-        """Like redis-py's; leaves a server that can't serve this connection's commands any more."""
+        """Like redis-py's; leaves a server that can't serve this connection's commands any more.
+
+        Raises redis.TimeoutError.
+        """
         try:
-            return await cast(Any, super()).read_response(*args, **options)
+            async with asyncio.timeout(self._most_s):
+                return await cast(Any, super()).read_response(*args, **options)
+        except TimeoutError:
+            raise redis.TimeoutError("Timeout reading from socket") from None
         except ResponseError as error:
             if not (why := self._why_to_leave(error)):
                 raise
@@ -183,12 +201,6 @@ class _Heedful(AbstractConnection):
     def _why_to_leave(self, error: ResponseError) -> str:
         """A replica says so to a script and to a blocked call, too."""
         return "the server is a replica" if any(words in str(error) for words in _AS_REPLICA) else ""
-
-    if sys.version_info < (3, 11, 3):
-
-        async def can_read_destructive(self) -> bool:
-            """Like redis-py's."""
-            return await asyncio.create_task(super().can_read_destructive())
 
 
 class _OfSlot(_Heedful):
@@ -230,7 +242,7 @@ class _Patient(ConnectionPool):
             await connection.disconnect()
 
         try:
-            await connection.retry.call_with_retry(lambda: self.ensure_connection(connection), end)
+            await connection.retry.call_with_retry(connection.connect, end)
         except BaseException:
             await self.release(connection)
             raise

@@ -341,7 +341,7 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     )
     keep_result_s: float = 3600.0  # how long an ended job's id is kept, and arq's Job.result answers
     drain_s: float = 20.0  # time to finish after SIGTERM before jobs are handed back
-    poll_s: float = 0.05  # polling interval when nothing wakes the worker; of many idle ones, one polls
+    poll_s: float = 0.05  # between looks for jobs that wake no worker, twice that at work; of many idle ones, one looks
     torch_threads: int = 1  # 0 = torch's own choice
     claim_gpu: bool = True  # lock a free GPU of the host, or vllm.tensor_parallel_size of them, if it has GPUs
 

@@ -42,6 +42,7 @@ from sluice.pipeline.queue.types import Claim, Claimed, Piece
 from sluice.pipeline.wire.keys import Keys
 
 _FULL_POLL_S = 0.1  # between looks at the queue while there is no room
+_BUSY_POLLS = 2  # between looks with jobs in hand and room for more, in polls; most jobs ring
 _BEAT_S = 0.5
 _SWEEP_S = 5.0
 _WATCH_POLLS = 40  # how long, in polls, the watcher's claim to poll for jobs without a signal lasts (watch.lua)
@@ -242,9 +243,14 @@ class LeasedWorker:
         self._hooks.each_turn()
         if got.more and self._has_room():  # else the claimed ones start first; jobs that came since have rung
             return True
-        pause_s = got.again_s or (self._poll_s if self._has_room() else self._full_poll_s)
-        self._look_at = time.monotonic() + pause_s
+        self._look_at = time.monotonic() + (got.again_s or self._poll_now_s())
         return False
+
+    def _poll_now_s(self) -> float:
+        """Each look takes time from what does the work."""
+        if not self._has_room():
+            return self._full_poll_s
+        return _BUSY_POLLS * self._poll_s if self._holder.held() else self._poll_s
 
     async def _claim(self, room: int) -> Claimed:
         settings, holder, turn = self.settings, self._holder, self._hooks.turn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,6 +173,30 @@ async def test_a_cancellation_is_heeded_whenever_it_comes(client: Any, steps: in
     await asyncio.wait([waiting], timeout=HANG_S)
     assert waiting.cancelled()
     assert await client.echo("in step") == b"in step"
+
+
+async def test_nobody_gets_the_answer_to_a_command_that_was_cancelled(client: Any) -> None:
+    """Connections are used again and again, while their commands are cut off at all moments."""
+    chance, heard = random.Random(7), list[bytes]()
+
+    async def ask(number: int) -> None:
+        pipe = client.pipeline(transaction=False)
+        for part in range(3):
+            pipe.echo(f"{number}.{part}")
+        parts = [f"{number}.{part}".encode() for part in range(3)]
+        assert await client.echo(str(number)) == str(number).encode()
+        assert await pipe.execute() == parts
+        heard.extend(parts)
+
+    for start in range(0, 2000, 20):
+        tasks = [asyncio.create_task(ask(number)) for number in range(start, start + 20)]
+        for _ in range(chance.randrange(12)):
+            await asyncio.sleep(0)
+        for task in chance.sample(tasks, 10):
+            task.cancel()
+        await asyncio.wait(tasks, timeout=HANG_S)
+        assert all(task.cancelled() or task.exception() is None for task in tasks)
+    assert 3000 <= len(heard) < 6000
 
 
 async def test_a_cancelled_task_can_still_tell_the_broker(client: Redis, keys: Keys) -> None:

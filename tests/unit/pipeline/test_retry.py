@@ -7,8 +7,13 @@ import time
 
 import pytest
 import redis
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.asyncio.connection import Connection
 
-from sluice.pipeline.broker.retry import UntilRetry
+from sluice.pipeline.broker.retry import PatientPool, UntilRetry
+
+_VALUES = st.binary() | st.text() | st.integers() | st.floats() | st.binary().map(memoryview)
 
 
 async def _nothing(_error: redis.RedisError) -> None:
@@ -57,3 +62,15 @@ def test_without_a_limit_the_first_failure_is_the_last() -> None:
     with pytest.raises(redis.ConnectionError):
         asyncio.run(UntilRetry(0).call_with_retry(command, _nothing))
     assert calls == 1
+
+
+@given(st.sampled_from(["EVALSHA", "CLIENT SETINFO", b"SET", b"CONFIG GET"]), st.lists(_VALUES))
+def test_a_command_is_packed_as_redis_py_packs_it(name: str | bytes, values: list[bytes | str | int | float]) -> None:
+    ours = PatientPool().make_connection()
+    assert b"".join(ours.pack_command(name, *values)) == b"".join(Connection().pack_command(name, *values))
+
+
+@pytest.mark.parametrize("value", [None, True, [1]])
+def test_a_value_that_no_command_can_have_is_named(value: object) -> None:
+    with pytest.raises(redis.DataError, match=type(value).__name__):
+        PatientPool().make_connection().pack_command("SET", "key", value)
