@@ -66,12 +66,21 @@ RESERVED = frozenset(
 
 
 def has_variable(tokenizer: Any, name: str, tools: Sequence[Any] = ()) -> bool:
-    """Whether the tokenizer's template mentions it."""
+    """Whether the tokenizer's template has a variable of this name."""
+    return _has(tokenizer, rf"(?<![\w.'\"]){re.escape(name)}(?!\w)", tools)
+
+
+def mentions(tokenizer: Any, name: str, tools: Sequence[Any] = ()) -> bool:
+    """Whether the tokenizer's template has this name anywhere, as that of a message's field too."""
+    return _has(tokenizer, rf"(?<!\w){re.escape(name)}(?!\w)", tools)
+
+
+def _has(tokenizer: Any, pattern: str, tools: Sequence[Any]) -> bool:
     try:
         template = tokenizer.get_chat_template(tools=list(tools) or None)
     except ValueError:  # it has none, which is said where a prompt is rendered
         return True
-    return re.search(rf"(?<![\w.'\"]){re.escape(name)}(?!\w)", template) is not None
+    return re.search(pattern, template) is not None
 
 
 _TURNS: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()

@@ -398,6 +398,7 @@ class Chat:
             renderer=self._renderer,
             response_mask=call.response_mask,
             images=taken.refs,
+            read_as=call.tool_choice.unusual(call.tools),
         )
         return await self.beside(plan, until, "rendering the prompt")
 

@@ -196,6 +196,11 @@ class ToolChoice:
             raise Refusal(400, f"{where}: {missing}; send it in tools", where)
         return cls(must=True, name=name, one=one or name is not None)
 
+    def unusual(self, tools: Sequence[JsonObject]) -> list[bool]:
+        """What of it neither the sampling nor the tools say: empty if calls are parsed where there are tools, all of
+        them."""
+        return [self.parses, self.one] if self.one or self.parses != bool(tools) else []
+
 
 NO_TOOLS = ToolChoice(parses=False)
 

@@ -8,7 +8,8 @@ One call: which turn it follows, which tokens are new, and its key.
   and a digest stands for the tools and all messages up to a point.
 - Images: the worker gets one placeholder for each and expands all of them again. The ids it reports must begin with the
   known ids; the turn added the rest. Earlier images keep the digests their turn was decoded with.
-- The key identifies the call: the same messages, tools and sampling are the same turn, whoever repeats it.
+- The key identifies the call: the same messages, tools, sampling and reading of the answer are the same turn, whoever
+  repeats it. Fields of a message that aren't compared count where the template mentions them.
 - A mask sent by a caller is a claim about the added tokens; if it doesn't match, it is refused, never repaired.
 
 All of them: one sequence for each leaf of the tree of turns.
@@ -37,7 +38,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from sluice.pipeline.prompts.chat_template import check_token_ids
+from sluice.pipeline.prompts.chat_template import check_token_ids, mentions
 from sluice.pipeline.prompts.turn_tokens import Added, Renderer, TemplateDrift
 from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Turn
 from sluice.pipeline.wire.messages import (
@@ -111,15 +112,16 @@ def plan_turn(
     template_kwargs: Mapping[str, Any] | None = None,
     response_mask: Sequence[int] | None = None,
     images: Sequence[ImageRef] = (),
+    read_as: Sequence[Any] = (),
 ) -> Plan:
-    """`images` are those of the messages' parts, in order.
+    """`images` are those of the messages' parts, in order; `read_as`: how the answer is read, if not as usual.
 
     Raises Refusal (400) for a mask or template that doesn't match, RequestError, ModelError.
     """
     kwargs = template_kwargs or {}
     with_tools = replace(renderer, options=replace(renderer.options, tools=tools, kwargs=kwargs))
-    before = digests(messages, tools, kwargs)[-1]
-    found = goes_on_from(turns, messages, tools, kwargs)
+    places = digests(messages, tools, kwargs)
+    found = goes_on_from(turns, messages, places)
     path = path_to(turns, found.turn) if found else []
     known, sent = known_token_ids(path), sent_token_ids(path)
     try:
@@ -130,15 +132,16 @@ def plan_turn(
     if response_mask and len(images) > len(shown):
         raise _mask_error("a call that adds an image has no mask: the engine counts its tokens; send null")
     check_mask(response_mask, len(added.token_ids), first=found is None)
+    more = [list(part) for part in (read_as, _shown_besides(messages, tools, renderer)) if part]
     return Plan(
-        key=digest([before, msgspec.to_builtins(sampling)]),
+        key=digest([places[-1], msgspec.to_builtins(sampling), *more]),
         parent=found.turn if found else -1,
         depth=len(path),
         known=known,
         sent=sent,
         added=added,
         images=[*shown, *images[len(shown) :]],
-        before=before,
+        before=places[-1],
         forks=len(turns) > 0 and (found is None or any(turn.parent == found.turn for turn in turns)),
     )
 
@@ -240,19 +243,27 @@ def after(before: str, message: Message) -> str:
     return digest([before, normal(message)])
 
 
-def goes_on_from(
-    turns: Sequence[Known],
-    messages: Sequence[Message],
-    tools: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> Found | None:
-    """The turn with the longest history that is a prefix of these messages; the newest of several."""
+def goes_on_from(turns: Sequence[Known], messages: Sequence[Message], places: Sequence[str]) -> Found | None:
+    """The turn with the longest history that is a prefix of these messages, whose `digests` are `places`; the newest of
+    several."""
     newest = {turn.history: place for place, turn in enumerate(turns)}
-    known = digests(messages, tools, kwargs)
     for at in range(len(messages) - 1, -1, -1):
-        if messages[at].get("role") == "assistant" and (place := newest.get(known[at + 1])) is not None:
+        if messages[at].get("role") == "assistant" and (place := newest.get(places[at + 1])) is not None:
             return Found(place, at)
     return None
+
+
+_COMPARED = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "is_error"})
+
+
+def _shown_besides(messages: Sequence[Message], tools: Sequence[Any], renderer: Renderer) -> list[Any]:
+    """(message, name, value) of fields that aren't compared and that the template mentions, such as its reasoning."""
+    return [
+        [at, name, message[name]]
+        for at, message in enumerate(messages)
+        for name in sorted(message.keys() - _COMPARED)
+        if message[name] and mentions(renderer.tokenizer, name, tools)
+    ]
 
 
 def normal(message: Message) -> dict[str, Any]:

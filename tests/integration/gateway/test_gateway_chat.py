@@ -192,6 +192,10 @@ async def test_tool_calls_go_out_and_their_answers_come_back_as_context(
         assert not any(chunk.choices[0].delta.content for chunk in chunks), "a call is no content"
         none = await gateway.chat([USER], tools=TOOLS, tool_choice="none", **SHORT)
         assert "tool_calls" not in said(none)
+        again = await gateway.chat([USER], tools=TOOLS, rollout_id="tools", **SHORT)
+        text = await gateway.chat([USER], tools=TOOLS, tool_choice="none", rollout_id="tools", **SHORT)
+        assert (again["rollout"]["turn"], text["rollout"]["turn"]) == (0, 2)
+        assert "tool_calls" not in said(text)
 
 
 async def test_without_parallel_calls_the_first_is_the_answer_and_the_tokens_are_all_that_was_sampled(

@@ -78,7 +78,7 @@ def test_the_longest_known_history_that_ends_in_an_answer_is_found(
     messages: list[dict[str, Any]], known: list[list[dict[str, Any]]]
 ) -> None:
     turns = [Known(digests(history)[-1]) for history in known]
-    found = goes_on_from(turns, messages)
+    found = goes_on_from(turns, messages, digests(messages))
     fits = [
         (len(history), place)
         for place, history in enumerate(known)
@@ -90,5 +90,5 @@ def test_the_longest_known_history_that_ends_in_an_answer_is_found(
 def test_other_tools_are_another_history() -> None:
     history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     turns = [Known(digests(history, [{"name": "x"}])[-1])]
-    assert goes_on_from(turns, history, [{"name": "x"}]) == Found(0, 1)
-    assert goes_on_from(turns, history) is None
+    assert goes_on_from(turns, history, digests(history, [{"name": "x"}])) == Found(0, 1)
+    assert goes_on_from(turns, history, digests(history)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.pipeline.queue.rollouts import Turn
 from sluice.pipeline.wire.messages import ImageRef, Message, SamplingParams
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.producers.gateway.parsers import NO_TOOLS, ToolChoice
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.turns import Plan, plan_turn
 from tests.factories import sequence_result
@@ -81,6 +83,20 @@ def test_the_key_is_that_of_messages_tools_and_sampling(renderer: Renderer) -> N
     other = plan_turn([], [USER], [], sampling=SamplingParams(seed=1), renderer=renderer)
     others = [plan(renderer, [], [MORE]).key, plan(renderer, [], [USER], tools=[{"type": "function"}]).key, other.key]
     assert len({key, *others}) == 4
+
+
+def test_a_field_that_the_template_shows_and_how_the_answer_is_read_are_of_the_key_too(renderer: Renderer) -> None:
+    tokenizer: Any = build_tokenizer()
+    tokenizer.chat_template = TEMPLATE + "{{ messages[0].reasoning_content }}"
+    shows = replace(renderer, tokenizer=tokenizer)
+    thought: Message = {**USER, "reasoning_content": "why", "refusal": "no", "audio": None}
+    assert plan(renderer, [], [thought]).key == plan(renderer, [], [USER]).key == plan(shows, [], [USER]).key
+    keys = [plan(shows, [], [one]).key for one in (USER, thought, {**thought, "reasoning_content": "because"})]
+    assert len(set(keys)) == 3
+    assert plan(shows, [], [thought]).before == plan(shows, [], [USER]).before, "an answer is found without it"
+    choices = [ToolChoice(), NO_TOOLS, ToolChoice(one=True)]
+    assert len({plan(renderer, [], [USER], read_as=one.unusual([{}])).key for one in choices}) == 3
+    assert (NO_TOOLS.unusual([]), ToolChoice().unusual([{}])) == ([], [])
 
 
 def test_a_changed_history_is_a_new_root_and_a_second_child_a_fork(renderer: Renderer) -> None:
