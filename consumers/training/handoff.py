@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TypedDict, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypedDict, TypeVar
 
 import msgspec
 import numpy as np
@@ -206,6 +206,16 @@ def _or_nan(values: Sequence[float | None]) -> Tensor:
     return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float32)
 
 
+class _Out(NamedTuple):
+    """A batch that the loop was given; what it has dropped of it may still be named with the rest."""
+
+    left: frozenset[str]
+    dropped: frozenset[str] = frozenset()
+
+    def without(self, dropped: Collection[str]) -> _Out:
+        return _Out(self.left.difference(dropped), self.dropped | self.left.intersection(dropped))
+
+
 class _Given(msgspec.Struct):
     """Of one batch."""
 
@@ -256,7 +266,7 @@ class Rollouts:
         self._seen = frozenset(seen)
         self._thread = SessionThread(self.config, self._seen)
         self._complete = self._proved = False
-        self._out: list[frozenset[str]] = []  # ids of each batch that the loop was given, until they are finished
+        self._out: list[_Out] = []  # until all of it is finished or dropped
         self._ahead = False  # the loop may not have seen the last one yet
         self.version = -1  # of the newest weights; set by __enter__
 
@@ -342,12 +352,12 @@ class Rollouts:
             batch = self._tensors(given)
             self._ahead = ahead or (self._ahead and bool(self._out))
             # Nothing between this line and the yield may be interrupted: from here on the loop has the batch.
-            self._out = [*self._out, frozenset(sample.seq_id for sample in given.samples)]
+            self._out = [*self._out, _Out(frozenset(sample.seq_id for sample in given.samples))]
             yield batch
 
     def _next(self) -> _Given:
         while not self._complete:
-            known = frozenset[str]().union(*self._out)
+            known = frozenset[str]().union(*(one.left for one in self._out))
             taken = self._thread.call(lambda session, known=known: _take(session, known))
             if samples := self._seeable(taken):
                 line = self._thread.call(lambda session: _value(session.state.line))
@@ -439,6 +449,7 @@ class Rollouts:
             found = [msgspec.json.decode(one, type=dict[str, tuple[str, str]]) for one in of_all]
             letters = {seq_id: letter(seq_id, *why) for one in found for seq_id, why in one.items() if seq_id}
         self._once("letters", lambda: self._drop(letters), bool)
+        self._out = [one.without(letters.keys()) for one in self._out]
 
     def _drop(self, letters: Mapping[str, DeadLetter]) -> bool:
         self._thread.call(lambda session: _value(session.drop(letters)))
@@ -456,21 +467,21 @@ class Rollouts:
 
     def _finishes(self, seq_ids: Iterable[str] | None) -> frozenset[str]:
         """What a call finishes: what it names, else every batch that the loop was given."""
-        given = frozenset[str]().union(*self._out)
+        given = frozenset[str]().union(*(one.left for one in self._out))
         if seq_ids is None:
-            if self._ahead and len(self._out) > 1:
+            if self._ahead and (count := sum(bool(one.left) for one in self._out)) > 1:
                 raise TaskError(
-                    f"{len(self._out)} batches are out, and the loader may have fetched one ahead of your loop; name "
+                    f"{count} batches are out, and the loader may have fetched one ahead of your loop; name "
                     "what your weights hold, as in publish(model, seq_ids=batch['seq_ids'])"
                 )
             return given
         named = frozenset(seq_ids)
-        if unknown := sorted(named - given):
+        if unknown := sorted(named.difference(given, *(one.dropped for one in self._out))):
             raise TaskError(f"{unknown[0]}: not finished: it was not delivered, or is finished already")
-        return named
+        return named & given
 
     def _finished(self, seq_ids: Collection[str], complete: bool) -> None:
-        self._out = [left for batch in self._out if (left := batch - set(seq_ids))]
+        self._out = [one for one in (out._replace(left=out.left - set(seq_ids)) for out in self._out) if one.left]
         if complete:
             self._end()
 

@@ -58,6 +58,32 @@ def test_samples_that_the_loop_drops_are_counted_and_never_come_again(
     assert (now.trained, now.reasons, now.complete) == (3, {"dropped:too_old": 3}, True)
 
 
+def test_a_dropped_sample_is_out_no_more_and_may_be_named_with_its_batch(make_run: MakeRun) -> None:
+    """A loader fetched ahead of the loop: what is dropped leaves one batch to finish."""
+    config = make_run(3)
+    with Rollouts(config) as rollouts:
+        batches = rollouts.batches(ahead=True)
+        first, second = next(batches)["seq_ids"], next(batches)["seq_ids"]
+        rollouts.drop(second[:1], "too_old")
+        rollouts.done(seq_ids=first)
+        rollouts.done(seq_ids=second)
+        third = next(batches)["seq_ids"]
+        rollouts.drop(third[:1], "too_old")
+        rollouts.done(seq_ids=third[1:])
+    now = look(config)
+    assert (now.trained, now.dropped, now.complete) == (4, 2, True)
+
+
+def test_a_batch_that_was_dropped_whole_is_none_to_choose_from(make_run: MakeRun) -> None:
+    config = make_run(2)
+    with Rollouts(config) as rollouts:
+        batches = rollouts.batches(ahead=True)
+        rollouts.drop(next(batches)["seq_ids"], "too_old")
+        assert next(batches)["seq_ids"] == ids(2)[2:]
+        rollouts.done()
+    assert (look(config).trained, look(config).dropped) == (2, 2)
+
+
 def test_what_was_dropped_and_not_finished_comes_again(make_run: MakeRun) -> None:
     config = make_run(1)
     with Rollouts(config) as rollouts:
