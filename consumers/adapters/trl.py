@@ -458,7 +458,7 @@ class GRPORollouts(TrainerCallback):
             self._rollouts.drop(short, "short_group", f"TRL compares groups of {size}")
         get_logger().info("rollouts for TRL", samples=len(whole), short=len(short))
         like = rows[0]
-        blank = msgspec.structs.replace(like, seq_id="", response_mask=[0] * len(like.token_ids), reward=0.0)
+        blank = msgspec.structs.replace(like, seq_id="", response_mask=[0] * len(like.token_ids), reward=math.nan)
         return whole + [blank] * (count - len(whole))
 
 

@@ -288,6 +288,23 @@ def test_three_steps_by_a_rollout_function(make: Callable[..., Config], tmp_path
     assert any(not torch.equal(published[name], start[name]) for name in published)
 
 
+def test_a_group_that_lost_a_member_is_dropped_and_rows_in_its_place_change_no_reward(
+    make: Callable[..., Config], sync_client: Any, keys: Keys, source: Path, tmp_path: Path
+) -> None:
+    config = make(0, staleness=0)
+    samples = [one for number in range(2) for one in two_samples(load(source), number)][:3]
+    sync_client.xadd(keys.batches, {"b": encode(TrainingBatch(batch_id="0", samples=samples))})
+    for name in ("enqueued", "accepted"):
+        sync_client.hincrby(keys.counts, name, 3)
+    with Rollouts(replace(config, producer=replace(config.producer, samples_per_version=4))) as rollouts:
+        trainer = grpo_trainer(rollouts, tmp_path, per_device_train_batch_size=4, scale_rewards="batch")
+        trainer.train()
+    assert logged(trainer, "rewards/reward/mean") == logged(trainer, "reward") == [0.5]
+    assert logged(trainer, "reward_std") == [pytest.approx(0.5**0.5)]
+    assert trained(config) == ids(1)
+    assert look(config).reasons == {"dropped:short_group": 1}
+
+
 def test_a_generation_of_several_steps_is_finished_by_one_version(make: Callable[..., Config], tmp_path: Path) -> None:
     config = make(2, staleness=0)
     with Rollouts(config) as rollouts:
