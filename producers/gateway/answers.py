@@ -20,16 +20,15 @@ import msgspec
 
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.prompts.detokenizer import TextDecoder
 from sluice.pipeline.wire.messages import FinishReason, Message, SamplingParams, SequenceResult, TokenDelta
 from sluice.pipeline.wire.sampled_tokens import Place
 from sluice.producers.gateway.refusals import Refusal, refusal_of
+from sluice.producers.gateway.text_stream import TextStream
 
 DONE = b"data: [DONE]\n\n"
 NameToken = Callable[[int], dict[str, Any]]
 """Of a token id: `token` and `bytes` of an entry of OpenAI's logprobs."""
 
-_MOST_HELD = 256  # tokens; a character has at most 4 bytes, so these are broken characters, or bytes without an end
 _FINISH: dict[FinishReason, str] = {
     "stop": "stop",
     "repeat_terminated": "stop",
@@ -277,85 +276,3 @@ class Columns:
         """What no delta brought."""
         sent = self._sent[result.index]
         return list(result.token_ids)[sent:], list(result.logprobs)[sent:], places_of(result)[sent:]
-
-
-class TextStream:
-    """The text of one sequence as its tokens arrive: `push` tokens, then `finish` with the worker's text.
-
-    - The shown text is always a prefix of the final text: stripped, without special tokens, cut at a stop string.
-    - Held back: an unfinished character, trailing white space, a possible start of a stop string or tool call, and
-      everything from a tool call's marker on.
-    - A token costs the same anywhere in the sequence: only tokens since the last whole character are decoded again.
-    """
-
-    def __init__(
-        self, decode: TextDecoder, stop: Sequence[str] = (), marker: str | None = None, *, strip: bool = True
-    ) -> None:
-        """Nothing is shown from `marker` on; with "", nothing before the end.
-
-        `strip`: the final text is without white space at its ends.
-        """
-        self._strip = strip
-        self._characters, self._stop, self._marker = _Characters(decode), tuple(filter(None, stop)), marker
-        self._sent = ""
-        self._text = ""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that may be shown now."""
-        for token in token_ids:
-            self._text += self._characters.push(token)
-        shown = _cut(self._text, self._stop, self._marker)
-        return self._show(shown.lstrip() if self._strip else shown) if self._marker != "" else ""
-
-    def finish(self, text: str) -> str:
-        """The missing rest of the final text; empty if that doesn't continue what was shown."""
-        return text[len(self._sent) :] if text.startswith(self._sent) else ""
-
-    def _show(self, visible: str) -> str:
-        more = (visible.rstrip() if self._strip else visible)[len(self._sent) :]
-        self._sent += more
-        return more
-
-
-class _Characters:
-    """Tokens to whole characters; the last shown tokens stay as left context: a first token may lose its space."""
-
-    def __init__(self, decode: TextDecoder) -> None:
-        self._decode = decode
-        self._window: list[int] = []
-        self._text = ""  # of the window
-        self._num_known = 0  # leading tokens with their text already returned
-        self._num_given = 0  # characters already returned
-
-    def push(self, token: int) -> str:
-        self._window.append(token)
-        before, self._text = self._text, self._decode(self._window)
-        if before and self._text == before and not self._decode([token]):  # a special token: it is no left context
-            self._window.pop()
-            return ""
-        # Later tokens can change these: bytes of an unfinished character, and a whole run of SentencePiece's bytes.
-        certain = "" if token in self._decode.byte_ids else self._text.rstrip("\ufffd")
-        if certain == self._text or len(self._window) - self._num_known > _MOST_HELD:
-            new = self._text[self._num_given :]
-            self._window = self._window[self._num_known :]
-            self._num_known, self._text = len(self._window), self._decode(self._window)
-            self._num_given = len(self._text)
-            return new
-        new = certain[self._num_given :]
-        self._num_given = max(self._num_given, len(certain))
-        return new
-
-
-def _cut(text: str, stop: Sequence[str], marker: str | None) -> str:
-    """The text before the first stop string or marker, or a possible start of one."""
-    ends = (*stop, marker) if marker else tuple(stop)
-    whole = min((at for end in ends if (at := text.find(end)) >= 0), default=len(text))
-    return text[: min([whole, *(_maybe(text, end) for end in ends)])]
-
-
-def _maybe(text: str, end: str) -> int:
-    """Position of the longest text suffix that is a prefix of `end`; the text's length if there is none."""
-    for length in range(min(len(end) - 1, len(text)), 0, -1):
-        if text.endswith(end[:length]):
-            return len(text) - length
-    return len(text)

@@ -30,13 +30,14 @@ from sluice.pipeline.telemetry.spans import Waterfall
 from sluice.pipeline.telemetry.tracing import Tracing
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult, TokenDelta
-from sluice.producers.gateway.answers import Answer, TextStream, with_error
+from sluice.producers.gateway.answers import Answer, with_error
 from sluice.producers.gateway.chat import Chat, ChatCall
 from sluice.producers.gateway.decoding import Decoding, Exported
 from sluice.producers.gateway.images import RequestImages
 from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.parsers import load_parser, load_reasoning_parser
 from sluice.producers.gateway.refusals import Refusal
+from sluice.producers.gateway.text_stream import TextStream
 from sluice.producers.http.schemas import MAX_ID_LENGTH, ROLLOUT_ID
 from sluice.producers.tokenizer import token_namer
 

@@ -265,7 +265,8 @@ class StopStrings:
             return None
         goes_on = text.endswith("\ufffd") and held < _MAX_HELD_TOKENS  # its last character continues in the next token
         recent = self._tail + (text.rstrip("\ufffd") if goes_on else text)[len(self._shown) :]
-        found = [(at, string) for string in self._stop if (at := recent.find(string)) >= 0]
+        old = len(self._tail)  # what ends there was found before
+        found = [(at, one) for one in self._stop if (at := recent.find(one, max(0, old + 1 - len(one)))) >= 0]
         if found:
             return min(found)[1]
         if goes_on:

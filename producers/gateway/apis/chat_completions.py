@@ -19,7 +19,6 @@ from sluice.producers.gateway.answers import (
     DONE,
     Answer,
     NameToken,
-    TextStream,
     by_id,
     event,
     texts,
@@ -45,6 +44,7 @@ from sluice.producers.gateway.service import (
     RolloutPath,
     Service,
 )
+from sluice.producers.gateway.text_stream import TextStream
 from sluice.producers.http.schemas import (
     MAX_ID_LENGTH,
     MAX_TOKENS_LIMIT,

@@ -23,7 +23,6 @@ from sluice.producers.gateway.answers import (
     Answer,
     Columns,
     NameToken,
-    TextStream,
     by_id,
     ending,
     event,
@@ -57,6 +56,7 @@ from sluice.producers.gateway.service import (
     Service,
     unless_gone,
 )
+from sluice.producers.gateway.text_stream import TextStream
 from sluice.producers.http.schemas import STOP
 from sluice.producers.http.strict_json import StrictRoute
 

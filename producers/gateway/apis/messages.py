@@ -32,7 +32,6 @@ from sluice.pipeline.prompts.admission import image_parts
 from sluice.pipeline.wire.messages import Grammar, Message, SamplingParams, TokenDelta
 from sluice.producers.gateway.answers import (
     Answer,
-    TextStream,
     finish_reason,
     own_fields,
     stop_reason,
@@ -59,6 +58,7 @@ from sluice.producers.gateway.service import (
     RolloutPath,
     Service,
 )
+from sluice.producers.gateway.text_stream import TextStream
 from sluice.producers.http.schemas import MAX_ID_LENGTH, MAX_NAME_LENGTH, MAX_TOKENS_LIMIT, STOP, JsonObject
 from sluice.producers.http.strict_json import StrictRoute
 

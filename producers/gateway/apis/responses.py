@@ -34,7 +34,6 @@ from sluice.pipeline.wire.messages import MAX_ALTERNATIVES, Message, SamplingPar
 from sluice.producers.gateway.answers import (
     Answer,
     NameToken,
-    TextStream,
     finish_reason,
     openai_logprobs,
     own_fields,
@@ -64,6 +63,7 @@ from sluice.producers.gateway.service import (
     RolloutPath,
     Service,
 )
+from sluice.producers.gateway.text_stream import TextStream
 from sluice.producers.gateway.turns import digest, digests
 from sluice.producers.http.schemas import MAX_ID_LENGTH, MAX_NAME_LENGTH, MAX_TOKENS_LIMIT, STOP, JsonObject, TokenId
 from sluice.producers.http.strict_json import StrictRoute

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.pipeline.prompts.detokenizer import TextDecoder
-from sluice.producers.gateway.answers import TextStream
 from sluice.producers.gateway.parsers import Hermes
+from sluice.producers.gateway.text_stream import TextStream
 from tests.tiny_models import build_tokenizer, sentence_pieces
 
 MARKER = Hermes.marker
@@ -110,6 +110,23 @@ def test_text_is_shown_as_soon_as_it_is_certain(kind: str, pieces: list[str]) ->
     found = [stream.push([token]) for token in TOKENIZERS[kind].encode(text, add_special_tokens=False)]
     assert [piece for piece in found if piece] == pieces
     assert "".join(found) + stream.finish(text) == text
+
+
+@given(
+    st.lists(st.text("abc", min_size=1, max_size=5), max_size=6),
+    st.lists(st.text("abcd", max_size=4), max_size=12),
+)
+def test_as_much_is_shown_as_no_stop_string_can_change(stop: list[str], pieces: list[str]) -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    stream, shown, text = TextStream(TextDecoder(tokenizer), stop, strip=False), "", ""
+    for piece in pieces:
+        shown += stream.push(tokenizer.encode(piece, add_special_tokens=False))
+        if any(end in text for end in stop):
+            continue
+        text += piece
+        places = [at for end in stop if (at := text.find(end)) >= 0]
+        starts = [at for at in range(len(text)) for end in stop if end.startswith(text[at:])]
+        assert shown == text[: min([*places, *starts], default=len(text))]
 
 
 @every_kind
