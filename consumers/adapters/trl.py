@@ -366,7 +366,8 @@ class GRPORollouts(TrainerCallback):
     TRL takes rollouts for samples of its current policy, so the run needs `producer.max_staleness: 0`: it samples a
     batch, TRL trains on it, the new version is published, the next batch is sampled. `producer.samples_per_version` is
     TRL's generation batch, `producer.group_size` its `num_generations`. A group that lost a member isn't trained
-    (dropped as `short_group`): TRL compares groups of one size. Adapters (peft) aren't published by this one.
+    (dropped as `short_group`): TRL compares groups of one size. Rows without a reward stand in its place, of which TRL
+    warns and which it leaves out. Adapters (peft) aren't published by this one.
 
     `temperature` is the run's `sampling.temperature`. TRL reads the run's logprobs for `off_policy_mask_threshold`
     only, and gets none of a batch that has them at another temperature.

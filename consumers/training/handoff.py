@@ -211,9 +211,10 @@ class _Out(NamedTuple):
 
     left: frozenset[str]
     dropped: frozenset[str] = frozenset()
+    is_over: bool = False  # nothing was left of it when a later one was given
 
     def without(self, dropped: Collection[str]) -> _Out:
-        return _Out(self.left.difference(dropped), self.dropped | self.left.intersection(dropped))
+        return self._replace(left=self.left.difference(dropped), dropped=self.dropped | self.left.intersection(dropped))
 
 
 class _Given(msgspec.Struct):
@@ -352,7 +353,8 @@ class Rollouts:
             batch = self._tensors(given)
             self._ahead = ahead or (self._ahead and bool(self._out))
             # Nothing between this line and the yield may be interrupted: from here on the loop has the batch.
-            self._out = [*self._out, _Out(frozenset(sample.seq_id for sample in given.samples))]
+            before = [one._replace(is_over=not one.left) for one in self._out]
+            self._out = [*before, _Out(frozenset(sample.seq_id for sample in given.samples))]
             yield batch
 
     def _next(self) -> _Given:
@@ -469,7 +471,7 @@ class Rollouts:
         """What a call finishes: what it names, else every batch that the loop was given."""
         given = frozenset[str]().union(*(one.left for one in self._out))
         if seq_ids is None:
-            if self._ahead and (count := sum(bool(one.left) for one in self._out)) > 1:
+            if self._ahead and (count := sum(not one.is_over for one in self._out)) > 1:
                 raise TaskError(
                     f"{count} batches are out, and the loader may have fetched one ahead of your loop; name "
                     "what your weights hold, as in publish(model, seq_ids=batch['seq_ids'])"

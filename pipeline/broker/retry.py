@@ -4,9 +4,8 @@
   a Sentinel client asks again where the primary is.
 - A cancellation is never lost: redis-py 5 would send through `asyncio.wait_for`, which before Python 3.12 makes a task
   of every command and drops a cancellation that arrives at the moment of success; the caller would wait forever.
-- A connection is in the pool only between two whole exchanges: whatever ends one early closes it. So it isn't searched
-  for unread bytes before each command, as redis-py does in two turns of the event loop; one that the server has closed
-  since fails its next command, which is tried again.
+- A connection is used for a command only if nothing waits to be read on it: whatever ends an exchange early closes it,
+  and one with an answer that nobody took is closed before its next command.
 - In Redis Cluster everything that belongs to a run is in one slot, so that slot's primary serves the run. `broker.url`
   names some nodes; each is asked for the primary until one answers (`SlotPrimary`). Every new connection asks again, so
   connections follow the slot when it moves or its primary fails over. Addresses are those the nodes announce; user,
@@ -14,8 +13,8 @@
 - Besides lost connections, a server that refuses temporarily (it loads, is a replica, has no replicas, no memory or no
   disk) is asked again. Log, heartbeat (`waits_for_room`) and the final error report a wait for memory.
 
-Relies on `_backoff` and `_supported_errors` of redis-py 5.3 and on its pools; tests/integration/test_outage.py fails if
-they change.
+Relies on `_backoff` and `_supported_errors` of redis-py 5.3, on its pools, and on `_reader` of its connections and
+parsers and `_buffer` of asyncio's; tests/integration/test_outage.py fails if they change.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
@@ -52,6 +52,11 @@ from sluice.pipeline.broker.append_only import could_not_write
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.keys import Keys
 
+if sys.version_info >= (3, 11, 3):
+    from asyncio import timeout
+else:  # in a cancelled task, asyncio's own raises CancelledError; redis-py brings this one there
+    from async_timeout import timeout
+
 _NO_PRIMARY = (redis.sentinel.MasterNotFoundError, redis.asyncio.sentinel.MasterNotFoundError)
 TRANSIENT: list[type[Exception]] = [
     redis.ConnectionError,
@@ -71,6 +76,7 @@ _AS_REPLICA = (": -READONLY ", ": -MASTERDOWN ", "UNBLOCKED force unblock ")
 # These have no classes, or not in every version; a pipeline adds its own text before them.
 _FOR_NOW = ("NOREPLICAS ", "MISCONF ", "BUSY ", "OOM ")
 _BACKOFF_CAP_S = 1.0
+_TEXTS, _LARGE = (str, bytes), 1 << 16  # a larger one is sent as it is, and not copied
 _inside: ContextVar[bool] = ContextVar("inside a retried call", default=False)
 
 
@@ -164,34 +170,49 @@ class _Heedful(AbstractConnection):
         cast(Any, super()).__init__(**options)  # redis-py's own deadline would be `asyncio.wait_for`
         self._most_s = socket_timeout
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether nothing waits to be read: an answer that nobody took, or the connection's end.
+
+        `can_read_destructive` without two turns of the event loop.
+        """
+        reader: Any = self._reader
+        if reader is None:
+            return True
+        unread = reader._buffer or cast(Any, self._parser)._reader.has_data()
+        return not (unread or reader.at_eof() or reader.exception())
+
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         """Like redis-py's. Raises redis.TimeoutError."""
         if not self.is_connected:  # redis-py 8 would reopen the socket to the old address, without asking a Sentinel
             await self.connect()
+        elif check_health:
+            await self.check_health()
         try:
-            async with asyncio.timeout(self._most_s):
-                await super().send_packed_command(command, check_health)
+            async with timeout(self._most_s):
+                await super().send_packed_command(command, check_health=False)
         except TimeoutError:
-            raise redis.TimeoutError("Timeout writing to socket") from None
+            raise redis.TimeoutError(f"Timeout writing to {self._host_error()}") from None
 
     def pack_command(self, *args: Any) -> list[bytes]:
-        """Like redis-py's, in C, as its blocking connections do: a script has dozens of arguments."""
-        name = args[0].encode() if isinstance(args[0], str) else args[0]
-        try:
-            return [cast(Any, hiredis).pack_command((*name.split(), *args[1:]))]
-        except TypeError:  # redis-py says which argument it is
-            return super().pack_command(*args)
+        """Like redis-py's; in C, as in its blocking connections, unless an argument is large. A script has dozens."""
+        if not any(isinstance(one, memoryview) or (isinstance(one, _TEXTS) and len(one) > _LARGE) for one in args):
+            name = args[0].encode() if isinstance(args[0], str) else args[0]
+            with contextlib.suppress(TypeError):  # redis-py says which argument it is
+                return [cast(Any, hiredis).pack_command((*name.split(), *args[1:]))]
+        return super().pack_command(*args)
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
         """Like redis-py's; leaves a server that can't serve this connection's commands any more.
 
         Raises redis.TimeoutError.
         """
+        own = options.get("timeout", args[1] if len(args) > 1 else None)
         try:
-            async with asyncio.timeout(self._most_s):
+            async with timeout(self._most_s if own is None else None):
                 return await cast(Any, super()).read_response(*args, **options)
         except TimeoutError:
-            raise redis.TimeoutError("Timeout reading from socket") from None
+            raise redis.TimeoutError(f"Timeout reading from {self._host_error()}") from None
         except ResponseError as error:
             if not (why := self._why_to_leave(error)):
                 raise
@@ -242,6 +263,8 @@ class _Patient(ConnectionPool):
             await connection.disconnect()
 
         try:
+            if not connection.is_in_step:
+                await connection.disconnect(nowait=True)
             await connection.retry.call_with_retry(connection.connect, end)
         except BaseException:
             await self.release(connection)

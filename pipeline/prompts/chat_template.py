@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -66,21 +67,27 @@ RESERVED = frozenset(
 
 
 def has_variable(tokenizer: Any, name: str, tools: Sequence[Any] = ()) -> bool:
-    """Whether the tokenizer's template has a variable of this name."""
-    return _has(tokenizer, rf"(?<![\w.'\"]){re.escape(name)}(?!\w)", tools)
+    """Whether the tokenizer's template mentions it."""
+    template = _template(tokenizer, tools)
+    return template is None or re.search(rf"(?<![\w.'\"]){re.escape(name)}(?!\w)", template) is not None
 
 
-def mentions(tokenizer: Any, name: str, tools: Sequence[Any] = ()) -> bool:
-    """Whether the tokenizer's template has this name anywhere, as that of a message's field too."""
-    return _has(tokenizer, rf"(?<!\w){re.escape(name)}(?!\w)", tools)
+def template_words(tokenizer: Any, tools: Sequence[Any] = ()) -> frozenset[str]:
+    """Every word of the tokenizer's template: a field of a message has no other name there."""
+    return _words(_template(tokenizer, tools) or "")
 
 
-def _has(tokenizer: Any, pattern: str, tools: Sequence[Any]) -> bool:
+@lru_cache(maxsize=16)  # one or two of a tokenizer
+def _words(template: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", template))
+
+
+def _template(tokenizer: Any, tools: Sequence[Any]) -> str | None:
+    """None: it has none, which is said where a prompt is rendered."""
     try:
-        template = tokenizer.get_chat_template(tools=list(tools) or None)
-    except ValueError:  # it has none, which is said where a prompt is rendered
-        return True
-    return re.search(pattern, template) is not None
+        return cast(str, tokenizer.get_chat_template(tools=list(tools) or None))
+    except ValueError:
+        return None
 
 
 _TURNS: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()

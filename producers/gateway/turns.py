@@ -9,7 +9,7 @@ One call: which turn it follows, which tokens are new, and its key.
 - Images: the worker gets one placeholder for each and expands all of them again. The ids it reports must begin with the
   known ids; the turn added the rest. Earlier images keep the digests their turn was decoded with.
 - The key identifies the call: the same messages, tools, sampling and reading of the answer are the same turn, whoever
-  repeats it. Fields of a message that aren't compared count where the template mentions them.
+  repeats it. Fields of an added message that aren't compared count where the template mentions them.
 - A mask sent by a caller is a claim about the added tokens; if it doesn't match, it is refused, never repaired.
 
 All of them: one sequence for each leaf of the tree of turns.
@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from sluice.pipeline.prompts.chat_template import check_token_ids, mentions
+from sluice.pipeline.prompts.chat_template import check_token_ids, template_words
 from sluice.pipeline.prompts.turn_tokens import Added, Renderer, TemplateDrift
 from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Turn
 from sluice.pipeline.wire.messages import (
@@ -132,7 +132,8 @@ def plan_turn(
     if response_mask and len(images) > len(shown):
         raise _mask_error("a call that adds an image has no mask: the engine counts its tokens; send null")
     check_mask(response_mask, len(added.token_ids), first=found is None)
-    more = [list(part) for part in (read_as, _shown_besides(messages, tools, renderer)) if part]
+    added_messages = messages[found.at + 1 :] if found else messages
+    more = [list(part) for part in (read_as, _shown_besides(added_messages, tools, renderer)) if part]
     return Plan(
         key=digest([places[-1], msgspec.to_builtins(sampling), *more]),
         parent=found.turn if found else -1,
@@ -258,12 +259,9 @@ _COMPARED = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", 
 
 def _shown_besides(messages: Sequence[Message], tools: Sequence[Any], renderer: Renderer) -> list[Any]:
     """(message, name, value) of fields that aren't compared and that the template mentions, such as its reasoning."""
-    return [
-        [at, name, message[name]]
-        for at, message in enumerate(messages)
-        for name in sorted(message.keys() - _COMPARED)
-        if message[name] and mentions(renderer.tokenizer, name, tools)
-    ]
+    others = [(at, name) for at, message in enumerate(messages) for name in sorted(message.keys() - _COMPARED)]
+    words = template_words(renderer.tokenizer, tools) if others else frozenset[str]()
+    return [[at, name, messages[at][name]] for at, name in others if name in words and messages[at][name]]
 
 
 def normal(message: Message) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import redis
+from msgspec.structs import replace
 from redis.asyncio import Redis
 
 from sluice.pipeline.broker import connection, retry
@@ -197,6 +198,43 @@ async def test_nobody_gets_the_answer_to_a_command_that_was_cancelled(client: An
         await asyncio.wait(tasks, timeout=HANG_S)
         assert all(task.cancelled() or task.exception() is None for task in tasks)
     assert 3000 <= len(heard) < 6000
+
+
+async def test_an_answer_that_nobody_took_is_nobody_elses(client: Any) -> None:
+    def fail(_answer: object, **_options: object) -> None:
+        raise ValueError("unreadable")
+
+    client.set_response_callback("TIME", fail)
+    pipe = client.pipeline(transaction=False)
+    pipe.time().echo("second").echo("third")
+    with pytest.raises(ValueError, match="unreadable"):
+        await pipe.execute()
+    assert [await client.echo("mine"), await client.echo("yours")] == [b"mine", b"yours"]
+
+
+async def test_a_connection_that_the_server_has_closed_is_no_outage(server: KillableBroker) -> None:
+    """Also where none is waited for."""
+    server.start()
+    config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0")
+    impatient = replace(config, retry_for_s=0)
+    async with connection.connect(config) as other, connection.connect(impatient) as client:
+        await other.ping()
+        await client.ping()
+        assert await other.client_kill_filter(_type="normal", skipme=True) == 1
+        await client.ping()
+
+
+async def test_a_subscriber_waits_as_long_as_it_says(server: KillableBroker) -> None:
+    server.start()
+    config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", socket_timeout_s=0.2)
+    async with connection.connect(config) as client, client.pubsub() as heard:
+        await heard.subscribe("news")
+        first = await heard.get_message(timeout=HANG_S)
+        nothing = await heard.get_message(timeout=0.6)
+        await client.publish("news", "here")
+        last = await heard.get_message(timeout=HANG_S)
+    assert nothing is None
+    assert [one and one["type"] for one in (first, last)] == ["subscribe", "message"], "no second subscription"
 
 
 async def test_a_cancelled_task_can_still_tell_the_broker(client: Redis, keys: Keys) -> None:

@@ -75,13 +75,29 @@ def test_a_dropped_sample_is_out_no_more_and_may_be_named_with_its_batch(make_ru
 
 
 def test_a_batch_that_was_dropped_whole_is_none_to_choose_from(make_run: MakeRun) -> None:
-    config = make_run(2)
+    """Unless another was fetched before it was dropped: the loop may not have seen that one."""
+    config = make_run(3)
     with Rollouts(config) as rollouts:
         batches = rollouts.batches(ahead=True)
         rollouts.drop(next(batches)["seq_ids"], "too_old")
-        assert next(batches)["seq_ids"] == ids(2)[2:]
+        second = next(batches)["seq_ids"]
         rollouts.done()
+        third = next(batches)["seq_ids"]
     assert (look(config).trained, look(config).dropped) == (2, 2)
+    assert trained(config) == second
+    with Rollouts(config) as rollouts:
+        assert next(rollouts.batches())["seq_ids"] == third
+
+
+def test_a_batch_that_the_loop_may_not_have_seen_is_not_finished_for_it(make_run: MakeRun) -> None:
+    config = make_run(2)
+    with Rollouts(config) as rollouts:
+        batches = rollouts.batches(ahead=True)
+        first, _ = next(batches)["seq_ids"], next(batches)
+        rollouts.drop(first, "too_old")
+        with pytest.raises(TaskError, match="2 batches are out"):
+            rollouts.done()
+    assert trained(config) == []
 
 
 def test_what_was_dropped_and_not_finished_comes_again(make_run: MakeRun) -> None:

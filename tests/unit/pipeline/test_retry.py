@@ -13,7 +13,8 @@ from redis.asyncio.connection import Connection
 
 from sluice.pipeline.broker.retry import PatientPool, UntilRetry
 
-_VALUES = st.binary() | st.text() | st.integers() | st.floats() | st.binary().map(memoryview)
+_LARGE = st.sampled_from([b"x" * 70_000, "é" * 70_000])
+_VALUES = st.binary() | st.text() | st.integers() | st.floats() | st.binary().map(memoryview) | _LARGE
 
 
 async def _nothing(_error: redis.RedisError) -> None:

@@ -94,6 +94,10 @@ def test_a_field_that_the_template_shows_and_how_the_answer_is_read_are_of_the_k
     keys = [plan(shows, [], [one]).key for one in (USER, thought, {**thought, "reasoning_content": "because"})]
     assert len(set(keys)) == 3
     assert plan(shows, [], [thought]).before == plan(shows, [], [USER]).before, "an answer is found without it"
+    first = answered(shows, plan(shows, [], [USER]), "yes")
+    answer: Message = {**first.message, "reasoning_content": "why"}
+    keys = [plan(shows, [first], [USER, one, MORE]).key for one in (answer, first.message)]
+    assert keys[0] == keys[1], "its tokens are known, whatever is said of them"
     choices = [ToolChoice(), NO_TOOLS, ToolChoice(one=True)]
     assert len({plan(renderer, [], [USER], read_as=one.unusual([{}])).key for one in choices}) == 3
     assert (NO_TOOLS.unusual([]), ToolChoice().unusual([{}])) == ([], [])
