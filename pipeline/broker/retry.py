@@ -4,6 +4,7 @@
   a Sentinel client asks again where the primary is.
 - A cancellation is never lost: redis-py 5 would send through `asyncio.wait_for`, which before Python 3.12 makes a task
   of every command and drops a cancellation that arrives at the moment of success; the caller would wait forever.
+- Deadlines are those of redis-py (`_timeout`): before Python 3.11.3, asyncio's raise CancelledError in a cancelled task.
 - A connection is used for a command only if nothing waits to be read on it: whatever ends an exchange early closes it,
   and one with an answer that nobody took is closed before its next command.
 - In Redis Cluster everything that belongs to a run is in one slot, so that slot's primary serves the run. `broker.url`
@@ -13,8 +14,8 @@
 - Besides lost connections, a server that refuses temporarily (it loads, is a replica, has no replicas, no memory or no
   disk) is asked again. Log, heartbeat (`waits_for_room`) and the final error report a wait for memory.
 
-Relies on `_backoff` and `_supported_errors` of redis-py 5.3, on its pools, and on `_reader` of its connections and
-parsers and `_buffer` of asyncio's; tests/integration/test_outage.py fails if they change.
+Relies on `_backoff` and `_supported_errors` of redis-py 5.3, on its pools and `async_timeout`, on `_reader` of its
+connections and parsers and `_buffer` of asyncio's; tests/integration/test_outage.py fails if they change.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
@@ -30,6 +30,7 @@ from typing import Any, cast
 
 import hiredis
 import redis
+import redis.asyncio.connection
 import redis.asyncio.sentinel
 import redis.sentinel
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
@@ -52,11 +53,6 @@ from sluice.pipeline.broker.append_only import could_not_write
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.keys import Keys
 
-if sys.version_info >= (3, 11, 3):
-    from asyncio import timeout
-else:  # in a cancelled task, asyncio's own raises CancelledError; redis-py brings this one there
-    from async_timeout import timeout
-
 _NO_PRIMARY = (redis.sentinel.MasterNotFoundError, redis.asyncio.sentinel.MasterNotFoundError)
 TRANSIENT: list[type[Exception]] = [
     redis.ConnectionError,
@@ -75,6 +71,7 @@ _ELSEWHERE_WORDS = ("MOVED ", "ASK ", "TRYAGAIN ", "CLUSTERDOWN ")
 _AS_REPLICA = (": -READONLY ", ": -MASTERDOWN ", "UNBLOCKED force unblock ")
 # These have no classes, or not in every version; a pipeline adds its own text before them.
 _FOR_NOW = ("NOREPLICAS ", "MISCONF ", "BUSY ", "OOM ")
+_timeout: Any = cast(Any, redis.asyncio.connection).async_timeout
 _BACKOFF_CAP_S = 1.0
 _TEXTS, _LARGE = (str, bytes), 1 << 16  # a larger one is sent as it is, and not copied
 _inside: ContextVar[bool] = ContextVar("inside a retried call", default=False)
@@ -167,7 +164,7 @@ class _Heedful(AbstractConnection):
     """Gives a command, and each answer, `socket_timeout` seconds, and is cancelled whenever its task is."""
 
     def __init__(self, *, socket_timeout: float | None = None, **options: Any) -> None:
-        cast(Any, super()).__init__(**options)  # redis-py's own deadline would be `asyncio.wait_for`
+        cast(Any, super()).__init__(socket_timeout=None, **options)  # its own deadline would be `asyncio.wait_for`
         self._most_s = socket_timeout
 
     @property
@@ -189,7 +186,7 @@ class _Heedful(AbstractConnection):
         elif check_health:
             await self.check_health()
         try:
-            async with timeout(self._most_s):
+            async with _timeout(self._most_s):
                 await super().send_packed_command(command, check_health=False)
         except TimeoutError:
             raise redis.TimeoutError(f"Timeout writing to {self._host_error()}") from None
@@ -209,7 +206,7 @@ class _Heedful(AbstractConnection):
         """
         own = options.get("timeout", args[1] if len(args) > 1 else None)
         try:
-            async with timeout(self._most_s if own is None else None):
+            async with _timeout(self._most_s if own is None else None):
                 return await cast(Any, super()).read_response(*args, **options)
         except TimeoutError:
             raise redis.TimeoutError(f"Timeout reading from {self._host_error()}") from None
