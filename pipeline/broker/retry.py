@@ -4,7 +4,7 @@
   a Sentinel client asks again where the primary is.
 - A cancellation is never lost: redis-py 5 would send through `asyncio.wait_for`, which before Python 3.12 makes a task
   of every command and drops a cancellation that arrives at the moment of success; the caller would wait forever.
-- Deadlines are those of redis-py (`_timeout`): before Python 3.11.3, asyncio's raise CancelledError in a cancelled task.
+- Deadlines are those of redis-py (`_timeout`): before Python 3.11.3, asyncio's raise CancelledError in cancelled tasks.
 - A connection is used for a command only if nothing waits to be read on it: whatever ends an exchange early closes it,
   and one with an answer that nobody took is closed before its next command.
 - In Redis Cluster everything that belongs to a run is in one slot, so that slot's primary serves the run. `broker.url`
