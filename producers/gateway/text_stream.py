@@ -68,7 +68,7 @@ class _Ends:
         """Characters from the first of them on, or from the longest start of one at the text's end. Once one is found,
         there is nothing more to learn.
         """
-        since, length = 0, 0  # characters since the start of the first one found
+        since = 0  # characters since the start of the first one found
         for character in text:
             self._node = self._next(character)
             since += self.found
