@@ -49,7 +49,7 @@ def neighbouring_ports(count: int) -> list[int]:
 class KillableBroker:
     """A broker on a fixed port that can be killed and started again on its own data.
 
-    `address`: where it listens; `wrap` makes its command one that runs there.
+    `address`: where it listens; `wrap` makes its command one that runs there; `log`: what it writes.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class KillableBroker:
             "--appendonly",
             "yes",
         ]
+        self.log = directory / "broker.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = threading.Lock()  # one thread may kill what another one is starting
 
@@ -86,7 +87,9 @@ class KillableBroker:
         with self._turn:
             if self._process is None or self._process.poll() is not None:
                 command = self._wrap([find_server(), *self._options])
-                self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                with self.log.open("ab") as log:
+                    self._process = subprocess.Popen(command, stdout=log)
 
     def signal(self, number: int) -> None:
         """SIGSTOP stalls it, SIGCONT lets it go on."""

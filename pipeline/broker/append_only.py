@@ -6,7 +6,7 @@ between they refuse the file at their next start:
 
     command command|000000|command command      a gap begins where a command ends
 
-So the first process that was refused and gets through again asks for a new file (`renew`), and our own broker takes
+So the first process that was refused and gets through again asks for a new file (`Renewal`), and our own broker takes
 such zeros out as it starts (`close_gaps`), with which nothing is lost.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ _NO_ZERO = re.compile(rb"[^\0]")
 _LENGTH = re.compile(rb"[*$](\d+)\r\n")
 _NOTE = re.compile(rb"#[^\n]*\n")  # a timestamp
 _LONGEST = 24  # bytes of a length
+AGAIN_S = 30.0  # a rewrite that failed is asked for again
 
 
 def could_not_write(error: Exception) -> bool:
@@ -35,21 +37,51 @@ def could_not_write(error: Exception) -> bool:
     return _UNWRITTEN in str(error)
 
 
-async def renew(client: Redis) -> None:
-    """Have the file written anew in the background. A broker that doesn't let us is only logged."""
-    try:
-        persistence = await cast(Any, client).info("persistence")
-        if int(persistence.get("aof_enabled", 0)) and not int(persistence.get("aof_rewrite_in_progress", 0)):
-            await cast(Any, client).bgrewriteaof()
-            get_logger().warning("the broker can write its append-only file again; it is written anew")
-    except ResponseError as error:
-        if "in progress" in str(error):  # another process was quicker
+class Renewal:
+    """Has the file written anew in the background, until that has worked: a rewrite may fail too, as on a disk that is
+    soon full again. For a client that is used by one task."""
+
+    def __init__(self) -> None:
+        self._asked: float | None = None  # monotonic s; None: no new file is needed
+
+    async def look(self, client: Redis, *, was_refused: bool) -> None:
+        """One step, for each time that this process has got through.
+
+        `was_refused`: since the last call of this. A broker that doesn't let us is only logged.
+        """
+        if self._asked is None and not was_refused:
             return
-        get_logger().warning(
-            "the broker can write its append-only file again, and might not load it at its next start; "
-            "run BGREWRITEAOF there",
-            error=str(error),
-        )
+        try:
+            await self._step(client, was_refused)
+        except ResponseError as error:
+            if "already in progress" in str(error):
+                return
+            get_logger().warning(
+                "the broker can write its append-only file again, and might not load it at its next start; "
+                "run BGREWRITEAOF there",
+                error=str(error),
+            )
+            if "Can't execute" not in str(error):  # it doesn't let us
+                self._asked = None
+
+    async def _step(self, client: Redis, was_refused: bool) -> None:
+        state = cast("dict[str, Any]", await cast(Any, client).info("persistence"))
+        if int(state.get("aof_rewrite_in_progress", 0)) or int(state.get("aof_rewrite_scheduled", 0)):
+            # Perhaps another process was quicker.
+            self._asked = self._asked or time.monotonic()
+        elif not int(state.get("aof_enabled", 0)):
+            self._asked = None
+        elif self._asked is None or was_refused:
+            await self._ask(client, "the broker can write its append-only file again; it is written anew")
+        elif state.get("aof_last_bgrewrite_status", "ok") == "ok":
+            self._asked = None
+        elif time.monotonic() - self._asked >= AGAIN_S:
+            await self._ask(client, "the broker's append-only file could not be written anew; once more")
+
+    async def _ask(self, client: Redis, why: str) -> None:
+        self._asked = time.monotonic()
+        await cast(Any, client).bgrewriteaof()
+        get_logger().warning(why)
 
 
 def close_gaps(directory: Path) -> int:

@@ -180,13 +180,12 @@ class StatusReporter:
 
     async def run(self) -> None:
         """Publish until cancelled; occasionally remove the rows of processes that died long ago."""
-        due = time.monotonic()
+        due, renewal = time.monotonic(), append_only.Renewal()
         while True:
             began = time.monotonic()
             try:
                 await self.beat()
-                if retry.was_unwritten():
-                    await append_only.renew(self._client)
+                await renewal.look(self._client, was_refused=retry.was_unwritten())
                 if time.monotonic() >= due:
                     due = time.monotonic() + _FORGET_EVERY_S
                     await forget_dead(self._client, self._keys)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import resource
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import redis
 
+from sluice.pipeline.broker import append_only
 from sluice.pipeline.broker.append_only import close_gaps, could_not_write
 from sluice.pipeline.broker.connection import connect
 from sluice.pipeline.broker.embedded import embedded_broker
 from sluice.pipeline.config.types import BrokerConfig
-from sluice.pipeline.status.heartbeat import StatusReporter
+from sluice.pipeline.status.heartbeat import BEAT_S, StatusReporter
 from sluice.pipeline.wire.keys import Keys
 from tests.deadlines import HANG_S
 from tests.killable_broker import KillableBroker
@@ -57,6 +61,16 @@ class Cramped(KillableBroker):
             client.set("cut", "y" * 1000)
             wait(lambda: refuses(client), "a refusal")
 
+    async def is_renewed(self) -> bool:
+        """Whether its file was replaced by another."""
+        return not self.file.exists()
+
+    def kill_children(self) -> None:
+        assert self._process is not None
+        for children in Path(f"/proc/{self._process.pid}/task").glob("*/children"):
+            for child in children.read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+
     def refusals(self) -> int:
         """Writes that it has refused so far."""
         with self.client() as client:
@@ -70,8 +84,8 @@ def wait(holds: Callable[[], bool], cause: str) -> None:
         time.sleep(0.02)
 
 
-def info(client: redis.Redis) -> dict[str, Any]:
-    return cast("dict[str, Any]", client.info("persistence"))
+def info(client: redis.Redis, section: str = "persistence") -> dict[str, Any]:
+    return cast("dict[str, Any]", client.info(section))
 
 
 def answers(client: redis.Redis) -> bool:
@@ -95,11 +109,13 @@ def broker(tmp_path: Path) -> Iterator[Cramped]:
     broker.begin()
     yield broker
     broker.kill()
+    print(broker.log.read_text())  # shown if a test fails
 
 
-async def test_a_process_that_gets_through_again_has_the_file_written_anew(broker: Cramped) -> None:
-    config = BrokerConfig(url=broker.url)
-    async with connect(config, "r") as client:
+@contextlib.asynccontextmanager
+async def beating(broker: Cramped) -> AsyncIterator[None]:
+    """A process that reports its state, and was refused while the disk was full, which it isn't any more."""
+    async with connect(BrokerConfig(url=broker.url), "r") as client:
         reporter = StatusReporter(client, Keys("r"), "worker", "w")
         broker.fill()
         before = broker.refusals()
@@ -111,19 +127,52 @@ async def test_a_process_that_gets_through_again_has_the_file_written_anew(broke
 
             await eventually(is_refused, "a heartbeat to be refused", HANG_S)
             broker.limit(None)
-
-            async def is_new() -> bool:
-                return not broker.file.exists()
-
-            await eventually(is_new, "another file", HANG_S)
+            yield
         finally:
             beats.cancel()
             await asyncio.gather(beats, return_exceptions=True)
+
+
+async def test_a_process_that_gets_through_again_has_the_file_written_anew(broker: Cramped) -> None:
+    async with beating(broker):
+        await eventually(broker.is_renewed, "another file", HANG_S)
     broker.kill()
     broker.start()
     with broker.client() as client:
         wait(lambda: answers(client), "the broker on its own data")
         assert client.get("cut") == b"y" * 1000
+
+
+async def test_a_file_that_could_not_be_written_anew_is_asked_for_again(
+    broker: Cramped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(append_only, "AGAIN_S", 0.0)
+    with broker.client() as client:
+        client.config_set("rdb-key-save-delay", 1_000_000_000)  # µs: a file that is written anew isn't soon ready
+        async with beating(broker):
+
+            async def is_being_written() -> bool:
+                return bool(info(client)["aof_rewrite_in_progress"])
+
+            await eventually(is_being_written, "the first attempt", HANG_S)
+            client.config_set("rdb-key-save-delay", 0)
+            broker.kill_children()
+
+            await eventually(broker.is_renewed, "another file", HANG_S)
+
+
+async def test_a_broker_that_does_not_let_us_is_asked_once(broker: Cramped) -> None:
+    with broker.client() as client:
+        client.execute_command("ACL", "SETUSER", "default", "-bgrewriteaof")
+        asked = "cmdstat_bgrewriteaof"
+
+        async def is_refused() -> bool:
+            return info(client, "commandstats").get(asked, {}).get("rejected_calls", 0) > 0
+
+        async with beating(broker):
+            await eventually(is_refused, "the request", HANG_S)
+            await asyncio.sleep(2.5 * BEAT_S)
+        assert info(client, "commandstats")[asked]["rejected_calls"] == 1
 
 
 def test_our_own_broker_starts_on_a_file_with_zeros_between_and_has_all_of_it(broker: Cramped, tmp_path: Path) -> None:
