@@ -7,7 +7,7 @@
 ```
 - A step writes one column; nothing is copied. When a row leaves, the last row moves into its place.
 - `start` follows the longest row. The window moves, or the buffer doubles, only when it reaches an edge.
-- Unused cells are 0, never uninitialised: a masked NaN would still poison the attention sum.
+- Unused cells are 0 or hold earlier tokens, never uninitialised: a masked NaN would still poison the attention sum.
 - A row's next position is its length plus an offset: an image may take fewer positions than tokens.
 - Every attention layer keeps all positions; sliding windows and chunks come from the masks of the model's own code.
 - Layers with a state (convolutions, linear attention) keep one state per row, updated in place by that code.
@@ -147,6 +147,15 @@ class WindowLayer(CacheLayerMixin):
             new[rows, :, place] = old[rows, :, used]
             setattr(self, name, new)
 
+    def slide(self, place: slice) -> None:
+        """Move the window's columns to `place`, in the same buffers."""
+        window = self._window
+        rows, used = slice(0, window.num_rows), slice(window.start, window.end)
+        is_apart = place.stop <= used.start or used.stop <= place.start
+        for whole in (self.keys, self.values):
+            columns = whole[rows, :, used]
+            whole[rows, :, place] = columns if is_apart else columns.clone()
+
     def show_rows(self) -> None:
         """Nothing to update: attention takes views at every step."""
 
@@ -185,6 +194,9 @@ class StateLayer(LinearAttentionLayer):
             self._buffers[key] = old.new_zeros(row_capacity, *old.shape[1:])
             self._buffers[key][rows] = old[rows]
 
+    def slide(self, place: slice) -> None:
+        """Nothing to move: a state has no columns."""
+
     def show_rows(self) -> None:
         """Update the views after the number of rows changed."""
         for (name, number), buffer in self._buffers.items():
@@ -213,6 +225,9 @@ class HybridLayer(StateLayer, WindowLayer):
     def resize(self, row_capacity: int, capacity: int, place: slice) -> None:
         WindowLayer.resize(self, row_capacity, capacity, place)
         StateLayer.resize(self, row_capacity, capacity, place)
+
+    def slide(self, place: slice) -> None:
+        WindowLayer.slide(self, place)
 
 
 def _running(window: Window, prefilled: Any) -> WindowLayer | StateLayer:
@@ -330,20 +345,25 @@ class DecodeCache(Cache):
         window = self._window
         if rows <= row_capacity and window.end - width >= 0 and window.end < capacity:
             return
-        if 2 * width >= capacity:
+        if 3 * width > 2 * capacity:  # it would move too often
             capacity = max(_MIN_COLUMNS, 4 * width)
         if rows > row_capacity:
             row_capacity = max(rows, 2 * row_capacity)
         self._move(row_capacity, capacity, start=width - window.width)
 
     def _move(self, row_capacity: int, capacity: int, start: int) -> None:
-        """Allocate new buffers in which the window begins at column `start`."""
+        """Have the window begin at column `start`; in new buffers only where these are too small, whose pages take
+        longer to come than the columns to copy."""
         window = self._window
         used, rows = slice(window.start, window.end), slice(0, window.num_rows)
         place = slice(start, start + window.width)
+        fits = self._mask.shape == (row_capacity, capacity)
         for layer in self.layers:
-            layer.resize(row_capacity, capacity, place)
-            layer.show_rows()
+            if fits:
+                layer.slide(place)
+            else:
+                layer.resize(row_capacity, capacity, place)
+                layer.show_rows()
         mask = self._mask.new_zeros(row_capacity, capacity)
         mask[rows, place] = self._mask[rows, used]
         self._mask = mask
