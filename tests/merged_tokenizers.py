@@ -71,10 +71,10 @@ def llama_like() -> Any:
     core.decoder = decoders.Sequence(
         [decoders.Replace(_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    latin = [chr(code) for code in range(0x20, 0x7F)]
+    known = [*map(chr, range(0x20, 0x7F)), _MARK, "\n", "é", "ï", "東"]  # of as many the trainer takes any
     trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=["<unk>", *fallback], initial_alphabet=latin, show_progress=False,
-        limit_alphabet=100,
+        vocab_size=700, special_tokens=["<unk>", *fallback], initial_alphabet=known, show_progress=False,
+        limit_alphabet=len(known),
     )  # fmt: skip
     core.train_from_iterator(corpus(), trainer)
     tree = json.loads(core.to_str())
