@@ -43,6 +43,7 @@ class Renewal:
 
     def __init__(self) -> None:
         self._asked: float | None = None  # monotonic s; None: no new file is needed
+        self._is_old = False  # the file that is being written was begun before the last refusal
 
     async def look(self, client: Redis, *, was_refused: bool) -> None:
         """One step, for each time that this process has got through.
@@ -67,11 +68,13 @@ class Renewal:
     async def _step(self, client: Redis, was_refused: bool) -> None:
         state = cast("dict[str, Any]", await cast(Any, client).info("persistence"))
         if int(state.get("aof_rewrite_in_progress", 0)) or int(state.get("aof_rewrite_scheduled", 0)):
-            # Perhaps another process was quicker.
-            self._asked = self._asked or time.monotonic()
+            if self._asked is None:  # perhaps another process was quicker
+                self._asked = time.monotonic()
+            elif was_refused:
+                self._is_old = True
         elif not int(state.get("aof_enabled", 0)):
             self._asked = None
-        elif self._asked is None or was_refused:
+        elif self._asked is None or was_refused or self._is_old:
             await self._ask(client, "the broker can write its append-only file again; it is written anew")
         elif state.get("aof_last_bgrewrite_status", "ok") == "ok":
             self._asked = None
@@ -79,7 +82,7 @@ class Renewal:
             await self._ask(client, "the broker's append-only file could not be written anew; once more")
 
     async def _ask(self, client: Redis, why: str) -> None:
-        self._asked = time.monotonic()
+        self._asked, self._is_old = time.monotonic(), False
         await cast(Any, client).bgrewriteaof()
         get_logger().warning(why)
 

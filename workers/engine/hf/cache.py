@@ -7,7 +7,8 @@
 ```
 - A step writes one column; nothing is copied. When a row leaves, the last row moves into its place.
 - `start` follows the longest row. The window moves, or the buffer doubles, only when it reaches an edge.
-- Unused cells are 0 or hold earlier tokens, never uninitialised: a masked NaN would still poison the attention sum.
+- What a running row has before its tokens is 0, never of a row that was there: a masked NaN would still poison the
+  attention sum, and one sequence for which the model gives NaN must end alone. Beyond `end` there may be anything.
 - A row's next position is its length plus an offset: an image may take fewer positions than tokens.
 - Every attention layer keeps all positions; sliding windows and chunks come from the masks of the model's own code.
 - Layers with a state (convolutions, linear attention) keep one state per row, updated in place by that code.
@@ -128,14 +129,15 @@ class WindowLayer(CacheLayerMixin):
     def admit(self, prefilled: Any, pick: torch.Tensor, rows: slice, columns: slice) -> None:
         """Take rows `pick` of a prefilled layer, from its right edge."""
         here, width = pick.to(prefilled.keys.device), columns.stop - columns.start
-        self.keys[rows, :, columns] = prefilled.keys[here, :, -width:]
-        self.values[rows, :, columns] = prefilled.values[here, :, -width:]
+        for mine, theirs in ((self.keys, prefilled.keys), (self.values, prefilled.values)):
+            mine[rows, :, : columns.start] = 0
+            mine[rows, :, columns] = theirs[here, :, -width:]
 
     def move_row(self, source: int, target: int) -> None:
         """Move row `source` into the place of row `target`."""
-        used = slice(self._window.start, self._window.end)
-        self.keys[target, :, used] = self.keys[source, :, used]
-        self.values[target, :, used] = self.values[source, :, used]
+        end = self._window.end
+        self.keys[target, :, :end] = self.keys[source, :, :end]
+        self.values[target, :, :end] = self.values[source, :, :end]
 
     def resize(self, row_capacity: int, capacity: int, place: slice) -> None:
         """Allocate new buffers; the window's columns go to `place`."""
@@ -155,6 +157,7 @@ class WindowLayer(CacheLayerMixin):
         for whole in (self.keys, self.values):
             columns = whole[rows, :, used]
             whole[rows, :, place] = columns if is_apart else columns.clone()
+            whole[rows, :, : place.start] = 0
 
     def show_rows(self) -> None:
         """Nothing to update: attention takes views at every step."""
