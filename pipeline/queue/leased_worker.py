@@ -43,7 +43,6 @@ from sluice.pipeline.wire.keys import Keys
 
 _FULL_POLL_S = 0.1  # between looks at the queue while there is no room
 _BUSY_POLLS = 2  # between looks with jobs in hand and room for more, in polls; most jobs ring
-_ASIDE_S = 0.02  # the last job's answer goes out before the next look, if what comes meanwhile rings
 _BEAT_S = 0.5
 _SWEEP_S = 5.0
 _WATCH_POLLS = 40  # how long, in polls, the watcher's claim to poll for jobs without a signal lasts (watch.lua)
@@ -191,13 +190,9 @@ class LeasedWorker:
     def ended(self, claim: Claim) -> None:
         """A job's last task has ended: its lease is kept until what it brought is committed."""
         self.committer.when_flushed(lambda: self.keeper.drop(claim.job_id, claim.attempt))
-        is_urgent = self.broken is not None or self._must_drain or (self.more and self._has_room())
-        if self._holder.held() and not is_urgent:
-            return
-        if is_urgent or self.burst or self.stop.is_set() or not self._waker.listens:
+        wants_more = self.more and self._has_room()
+        if self.broken is not None or wants_more or self._must_drain or not self._holder.held():
             self.wake.set()
-        else:
-            self._loop.call_later(_ASIDE_S, self.wake.set)
 
     def freed(self) -> None:
         """A sequence ended and its job continues: there may be room for more."""
@@ -430,11 +425,6 @@ class Waker:
         self._client, self._bells, self._rang = client, list(bells), rang
         self._block_s = min(_BLOCK_S, socket_timeout_s / 2)  # or each wait would look like an outage
         self._idle = asyncio.Event()
-
-    @property
-    def listens(self) -> bool:
-        """Whether the next signal wakes the worker."""
-        return self._idle.is_set()
 
     def listen(self, idle: bool) -> None:
         """Whether this worker sleeps."""
