@@ -35,6 +35,8 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYRIGHT_PYTHON_GLOBAL_NODE := off
+# .venv is filled without bytecode, which a module's first import writes. Without it, each start would compile all of torch again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-late test-all test-redis8 test-clients test-gpu soak soak-door check format schema docs clean
