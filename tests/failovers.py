@@ -18,6 +18,7 @@ from tests.killable_broker import free_ports
 PASSWORD = "secret"
 MASTER = "sluice"
 Wrap = Callable[[list[str]], list[str]]
+_ANSWER_S = 30.0
 
 
 class Servers:
@@ -43,7 +44,7 @@ class Servers:
 
     def ask(self, port: int, *words: Any) -> Any:
         """One command to one server, without following a redirection."""
-        with redis.Redis(self.address, port, password=PASSWORD, socket_timeout=5) as client:
+        with redis.Redis(self.address, port, password=PASSWORD, socket_timeout=_ANSWER_S) as client:
             raw: Any = client
             connection = raw.connection_pool.get_connection()
             try:
@@ -53,7 +54,7 @@ class Servers:
                 raw.connection_pool.release(connection)
 
     def info(self, port: int, section: str = "replication") -> dict[str, Any]:
-        with redis.Redis(self.address, port, password=PASSWORD, socket_timeout=2) as client:
+        with redis.Redis(self.address, port, password=PASSWORD, socket_timeout=_ANSWER_S) as client:
             raw: Any = client
             return raw.info(section)
 
@@ -103,7 +104,10 @@ class Servers:
 class Failover(Servers):
     """A primary, a replica and three Sentinels that agree within about two seconds."""
 
-    def __init__(self, directory: Path, address: str = "127.0.0.1", wrap: Wrap = list) -> None:
+    def __init__(
+        self, directory: Path, address: str = "127.0.0.1", wrap: Wrap = list, down_after_s: float = 1.0
+    ) -> None:
+        """`down_after_s`: without an answer of the primary; a shorter stall of the machine is no failover."""
         super().__init__(directory, address, wrap)
         self.primary, self.replica, *self.sentinels = free_ports(5)
         shared = f"requirepass {PASSWORD}\nmasterauth {PASSWORD}\nappendonly yes\nsave ''\n"
@@ -113,7 +117,8 @@ class Failover(Servers):
         self.wait("the replica to follow", lambda: self.info(self.replica).get("master_link_status") == "up")
         for port in self.sentinels:
             watch = f"sentinel monitor {MASTER} {address} {self.primary} 2\nsentinel auth-pass {MASTER} {PASSWORD}\n"
-            quick = f"sentinel down-after-milliseconds {MASTER} 1000\nsentinel failover-timeout {MASTER} 5000\n"
+            quick = f"sentinel down-after-milliseconds {MASTER} {int(down_after_s * 1000)}\n"
+            quick += f"sentinel failover-timeout {MASTER} 5000\n"
             self._start(port, f"protected-mode no\n{watch}{quick}", "--sentinel")
         for port in self.sentinels:
             self.wait("a Sentinel to answer", lambda port=port: self._hurry(port))
@@ -135,15 +140,27 @@ class Failover(Servers):
         """The servers that hold the run's data, primary or not."""
         return [self.primary, self.replica]
 
+    def named_by(self, sentinel: int) -> int:
+        """The port of the one that this Sentinel names."""
+        with redis.Redis(self.address, sentinel, socket_timeout=_ANSWER_S) as client:
+            raw: Any = client
+            return int(raw.sentinel_get_master_addr_by_name(MASTER)[1])
+
+    def configure(self, option: str, value: int) -> None:
+        """`SENTINEL SET`, of all of them."""
+        for port in self.sentinels:
+            with redis.Redis(self.address, port, socket_timeout=_ANSWER_S) as client:
+                client.execute_command("SENTINEL SET", MASTER, option, value)
+
     def _hurry(self, port: int) -> bool:
         """Let a Sentinel look around several times a second; Redis 6 cannot and is only slower."""
-        with redis.Redis(self.address, port, socket_timeout=2) as client:
+        with redis.Redis(self.address, port, socket_timeout=_ANSWER_S) as client:
             with contextlib.suppress(redis.ResponseError):
                 client.execute_command("SENTINEL DEBUG", "info-period", 500, "publish-period", 250)
             return True
 
     def _knows(self, port: int) -> bool:
-        with redis.Redis(self.address, port, socket_timeout=2) as client:
+        with redis.Redis(self.address, port, socket_timeout=_ANSWER_S) as client:
             raw: Any = client
             state = raw.sentinel_master(MASTER)
             known = state["num-other-sentinels"] == 2 and state["num-slaves"] == 1 and state["is_master"]
@@ -154,14 +171,22 @@ class Failover(Servers):
 class Cluster(Servers):
     """Three primaries that share the slots; with `replicated`, the run's primary has a replica that can follow it."""
 
-    def __init__(self, directory: Path, address: str = "127.0.0.1", wrap: Wrap = list, replicated: int = -1) -> None:
-        """`replicated`: a slot."""
+    def __init__(
+        self,
+        directory: Path,
+        address: str = "127.0.0.1",
+        wrap: Wrap = list,
+        replicated: int = -1,
+        node_timeout_s: float = 2.0,
+    ) -> None:
+        """`replicated`: a slot. `node_timeout_s`: a shorter stall of a node takes no slot away."""
         super().__init__(directory, address, wrap)
         ports, buses = free_ports(4), free_ports(4)
         self.ports = ports[:3]
         for port, bus in list(zip(ports, buses, strict=True))[: 3 if replicated < 0 else 4]:
             text = f"appendonly yes\nsave ''\nrequirepass {PASSWORD}\nrepl-diskless-sync-delay 0\n"
-            text += f"masterauth {PASSWORD}\ncluster-enabled yes\ncluster-port {bus}\ncluster-node-timeout 2000\n"
+            text += f"masterauth {PASSWORD}\ncluster-enabled yes\ncluster-port {bus}\n"
+            text += f"cluster-node-timeout {int(node_timeout_s * 1000)}\n"
             self._start(port, text)
         share = 16384 // 3 + 1
         for k, port in enumerate(self.ports):
@@ -204,7 +229,7 @@ class Cluster(Servers):
         self.ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", self.id_of(source))
         self.ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", self.id_of(target))
         while names := self.ask(source, "CLUSTER", "GETKEYSINSLOT", slot, 100):
-            self.ask(source, "MIGRATE", self.address, target, "", 0, 5000, "AUTH", PASSWORD, "KEYS", *names)
+            self.ask(source, "MIGRATE", self.address, target, "", 0, 20_000, "AUTH", PASSWORD, "KEYS", *names)
         for port in (target, source, *self.ports):
             self.ask(port, "CLUSTER", "SETSLOT", slot, "NODE", self.id_of(target))
 

@@ -43,14 +43,14 @@ PLENTY = Credit(max_in_flight=1000, samples_per_version=1000, max_staleness=1)
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("cluster"))
+    made = Cluster(tmp_path_factory.mktemp("cluster"), node_timeout_s=HANG_S)
     yield made
     made.close()
 
 
 @pytest.fixture
 def settings(cluster: Cluster) -> BrokerConfig:
-    return BrokerConfig(url=cluster.url, cluster=True, retry_for_s=120)
+    return BrokerConfig(url=cluster.url, cluster=True, retry_for_s=HANG_S)
 
 
 @pytest.fixture

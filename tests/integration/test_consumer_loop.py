@@ -145,11 +145,12 @@ async def test_a_truth_that_makes_no_sense_is_dropped_and_its_neighbour_trained(
 
 REWARDS = """
 import threading
-gate = threading.Event()
+hangs, gate = threading.Event(), threading.Event()
 
 def right(text, truth, row):
     if text == "wait":
-        gate.wait(120)
+        hangs.set()
+        gate.wait()
     return {"right": text == row["metadata"]["wanted"]}
 
 async def polite(text, truth, row):
@@ -168,18 +169,31 @@ async def test_reward_functions_score_what_comes_and_a_hung_one_costs_its_own_se
             RewardTerm(name="right", fn=f"{run_dir}/own.py:right"),
             RewardTerm(name="polite", fn=f"{run_dir}/own.py:polite", weight=0.5),
         ),
-        reward_timeout_s=5.0,
+        reward_timeout_s=0.5,
     )
     context = TaskContext(CONTEXT.codec, options, policy=PolicyConfig(enabled=True))
-    for text in ("wait", "none", "seven"):
+
+    async def put_text(text: str) -> None:
         ids = CONTEXT.codec.encode(text)
         about: dict[str, Any] = {"metadata": {"wanted": "seven"}, "messages": [{"role": "user", "content": "?"}]}
         arrays = {"logprobs": FloatArray([0.0] * len(ids)), "versions": Runs.of([0] * len(ids))}
         await put(client, keys, text, token_ids=TokenArray(ids), truth=None, task="reward", **arrays, **about)
+
     rewards, config = Rewards(options, context.codec), config_of(broker_config, keys, run_dir, size=1)
-    task = load_task(options)
-    await consume(config, ended(client, keys, 3), task=task, context=context, rewards=rewards)
-    load_object(f"{run_dir}/own.py:gate", "key").set()
+    hangs, gate = (load_object(f"{run_dir}/own.py:{name}", "key") for name in ("hangs", "gate"))
+
+    await put_text("wait")
+    run = consume(config, ended(client, keys, 3), task=load_task(options), context=context, rewards=rewards)
+    running = asyncio.create_task(run)
+    try:
+        assert await asyncio.to_thread(hangs.wait, HANG_S)
+        for function in rewards.functions:
+            function._timeout_s = HANG_S  # only the one that hangs is cut off soon
+        await put_text("none")
+        await put_text("seven")
+        await running
+    finally:
+        gate.set()
     now = await snapshot(client, keys)
     assert (now.accepted, now.reasons) == (1, {"dropped:reward_timeout": 1, "dropped:reward_failed": 1})
     [batch] = await batches(client, keys)

@@ -17,6 +17,7 @@ from sluice.pipeline.queue.trained import INCARNATION, begin_again, recognise
 from sluice.pipeline.run import role as contract
 from sluice.pipeline.status.heartbeat import ALIVE_S, StatusReporter
 from sluice.pipeline.wire.keys import Keys
+from tests.clock import Ahead
 from tests.deadlines import HANG_S
 from tests.roles import role_of, run_config
 
@@ -26,9 +27,19 @@ def made(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> Any:
     return lambda **sections: run_config(broker_config, keys, run_dir, **sections)
 
 
-async def take_part(client: Any, config: Config, name: str, role: str = "worker", still_s: float = 0.5) -> None:
+STILL_S = 60.0
+
+
+async def take_part(
+    client: Any, config: Config, name: str, role: str = "worker", wait_s: float = 0.3, still_s: float = STILL_S
+) -> None:
     status = StatusReporter(client, Keys(config.run), role, name)
-    await contract.take_part(client, config, status, wait_s=0.3, still_s=still_s)
+    await contract.take_part(client, config, status, wait_s=wait_s, still_s=still_s)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Ahead:
+    return Ahead(monkeypatch, contract)
 
 
 async def test_a_process_that_says_otherwise_is_told_which_key_and_both_values(client: Any, made: Any) -> None:
@@ -50,7 +61,7 @@ async def test_who_is_alone_may_change_it(client: Any, keys: Keys, made: Any) ->
     await take_part(client, made(), "killed")  # its row is all that is left of it
     row = msgspec.json.decode(await client.hget(keys.processes, "killed") or b"")
     await client.hset(keys.processes, "killed", msgspec.json.encode(row | {"at": row["at"] - ALIVE_S + 0.2}))
-    await take_part(client, made(producer={"samples_per_version": 8}), "new")
+    await take_part(client, made(producer={"samples_per_version": 8}), "new", wait_s=HANG_S, still_s=0.5)
     held = msgspec.json.decode(await client.get(keys.contract) or b"")
     assert held["producer.samples_per_version"] == 8
 
@@ -63,27 +74,31 @@ async def left_behind(client: Any, keys: Keys, name: str, **fields: Any) -> dict
     return old
 
 
-async def test_who_was_without_the_broker_for_long_comes_back_and_is_heard(client: Any, keys: Keys, made: Any) -> None:
+async def test_who_was_without_the_broker_for_long_comes_back_and_is_heard(
+    client: Any, keys: Keys, made: Any, clock: Ahead
+) -> None:
     """A wrongly configured process asks before the others beat again."""
     await take_part(client, made(), "back")
     old = await left_behind(client, keys, "back")
-    asks = asyncio.create_task(take_part(client, made(consumer={"count": 2}), "wrong", still_s=4.0))
+    asks = asyncio.create_task(take_part(client, made(consumer={"count": 2}), "wrong"))
     await asyncio.sleep(0.1)
     assert not asks.done()
     await client.hset(keys.processes, "back", msgspec.json.encode(old | {"at": old["at"] + ALIVE_S + 1}))
+    clock.by_s = 2 * STILL_S
     with pytest.raises(ConfigError, match=r"consumer.count is 1 there and 2 here.*\(back\)"):
         await asks
     assert msgspec.json.decode(await client.get(keys.contract))["consumer.count"] == 1
 
 
-async def test_a_clock_that_is_late_makes_nobody_dead(client: Any, keys: Keys, made: Any) -> None:
+async def test_a_clock_that_is_late_makes_nobody_dead(client: Any, keys: Keys, made: Any, clock: Ahead) -> None:
     """Its rows look old, and change all the time."""
     await take_part(client, made(), "late")
     old = await left_behind(client, keys, "late")
-    asks = asyncio.create_task(take_part(client, made(consumer={"count": 2}), "wrong", still_s=4.0))
+    asks = asyncio.create_task(take_part(client, made(consumer={"count": 2}), "wrong"))
     while not asks.done():
         old["at"] += 0.01
         await client.hset(keys.processes, "late", msgspec.json.encode(old))
+        clock.by_s += 1.0
         await asyncio.sleep(0.02)
     with pytest.raises(ConfigError, match=r"consumer.count is 1 there and 2 here.*\(late\)"):
         await asks

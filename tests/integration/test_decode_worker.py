@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from sluice.pipeline.weights.versions import write_version
 from sluice.pipeline.wire.keys import ARQ_JOB, ARQ_RESULT, Keys
 from sluice.pipeline.wire.messages import DeadLetter, DecodeJob, SamplingParams, SequenceResult, WeightVersion, decode
 from sluice.pipeline.wire.tokens import TokenArray
+from sluice.workers import weights_watch
 from sluice.workers.decode_worker import DecodeWorker
 from sluice.workers.engine.constraints import NO_TOKEN
 from sluice.workers.engine.contracts import EngineFacts
@@ -31,6 +33,7 @@ from sluice.workers.job_prompts import JobPrompt, JobPrompts
 from sluice.workers.weights_watch import WeightsWatch
 from tests.asking import Asked, answer, reading
 from tests.contract.engine_fixtures import started
+from tests.deadlines import HANG_S
 from tests.factories import decode_job, sequence_result
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import build_tokenizer, save_tiny_model
@@ -61,11 +64,11 @@ def changed(config: Config, **worker: Any) -> Config:
 
 @contextlib.asynccontextmanager
 async def working(
-    config: Config, backend: HfBackend, name: str = "w", *, render_s: float = 60.0, prompts: JobPrompts | None = None
+    config: Config, backend: HfBackend, name: str = "w", *, prompts: JobPrompts | None = None
 ) -> AsyncIterator[asyncio.Event]:
     """A worker that serves until the block ends, or until the event is set."""
     async with role_of(config, "worker", name) as role:
-        worker = DecodeWorker(role, backend, prompts or JobPrompts(config.model, timeout_s=render_s))
+        worker = DecodeWorker(role, backend, prompts or JobPrompts(config.model, timeout_s=HANG_S))
         running = asyncio.create_task(worker.run())
         yield role.stop
         role.stop.set()
@@ -166,14 +169,17 @@ async def test_a_caller_is_answered_with_its_samples_and_why_there_are_no_more(
 async def test_a_stop_hands_jobs_back_without_blame_and_the_next_worker_makes_the_same_tokens(
     config: Config, backend: HfBackend, client: Any, keys: Keys
 ) -> None:
-    await enqueue(client, keys, "a", "b", n=2, sampling=SamplingParams(max_new_tokens=24))
+    # Seeds without the job's id, which is random: some day one would draw a number so close to the border of two tokens
+    # that another shape of the batch moves it across.
+    again: dict[str, Any] = {"n": 2, "sampling": SamplingParams(max_new_tokens=24, seed=1), "seeded": True}
+    await enqueue(client, keys, "a", "b", **again)
     async with working(config, backend):
         await over(client, keys, 4)
     before = {name: list(one.token_ids) for name, one in (await results(client, keys)).items()}
     for name in ("a", "b"):  # the same jobs once more, as if nothing had been done
         await client.delete(f"{ARQ_RESULT}{keys.run}:{name}")
     await client.delete(keys.results + "0")
-    await enqueue(client, keys, "a", "b", n=2, sampling=SamplingParams(max_new_tokens=24))
+    await enqueue(client, keys, "a", "b", **again)
     async with working(changed(config, drain_s=0.0, max_attempts=1), backend) as stop:
 
         async def claimed() -> bool:
@@ -271,11 +277,10 @@ def watch_of(role: Role, engine: HfBackend, latest: int | None) -> WeightsWatch:
 
 
 async def test_new_weights_are_pulled_and_damaged_ones_refused(
-    config: Config, client: Any, keys: Keys, run_dir: Path, source: Path
+    config: Config, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = save_tiny_model(run_dir / "other", seed=1)
     wrong = {"probe_token_ids": TokenArray([7, 8, 9]), "probe_score": 9.0}
-    config = msgspec.structs.replace(config, weights=msgspec.structs.replace(config.weights, store_timeout_s=0.02))
     engine = HfBackend(ModelConfig(path=str(source), device="cpu"), max_batch=2)
     await engine.start()
     try:
@@ -290,6 +295,8 @@ async def test_new_weights_are_pulled_and_damaged_ones_refused(
             assert not await watch.pull(2)
             assert watch.newer() is None, "a refused version is not tried again at once"
             assert engine.version == 1
+            monkeypatch.setattr(weights_watch, "_AGAIN", 0)
+            assert not await watch.pull(2)
 
             async def wanted() -> bool:
                 return watch.newer() == 2
@@ -299,7 +306,7 @@ async def test_new_weights_are_pulled_and_damaged_ones_refused(
             await publish(client, keys, other, run_dir, 3, **wrong)
             watch = watch_of(role, engine, 3)
             assert not await watch.pull(3), "its probe does not give what the trainer measured"
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.01)
             assert watch.newer() is None, "whole files hold what they hold"
             assert engine.version == 1
     finally:
@@ -361,22 +368,36 @@ async def test_a_prompt_that_makes_the_tokenizer_panic_is_its_jobs_failure_alone
     assert "at most" in said["costly:0"]
 
 
+class OneEndlessPrompt(JobPrompts):
+    """The rendering of one prompt never ends; the others have the time that they take."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__(model)
+        self.end = threading.Event()
+
+    async def make(self, job: DecodeJob, facts: EngineFacts) -> JobPrompt:
+        self._timeout_s = 0.5 if job.job_id.endswith("endless") else HANG_S
+        return await super().make(job, facts)
+
+    def text(self, job: DecodeJob, facts: EngineFacts) -> JobPrompt:
+        if job.job_id.endswith("endless"):
+            self.end.wait()
+        return super().text(job, facts)
+
+
 async def test_a_prompt_that_never_ends_is_its_jobs_failure_alone(
-    config: Config, backend: HfBackend, client: Any, keys: Keys, source: Path, tmp_path: Path
+    config: Config, backend: HfBackend, client: Any, keys: Keys
 ) -> None:
-    endless = tmp_path / "endless"
-    shutil.copytree(source, endless)
-    loop = "{% if 'long' in messages[0].content %}{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}"
-    template = (endless / "chat_template.jinja").read_text()
-    (endless / "chat_template.jinja").write_text(loop + "{% endfor %}{% endif %}" + template)
-    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(endless)))
-    await enqueue(client, keys, "endless", messages=[{"role": "user", "content": "long"}])
-    await enqueue(client, keys, "good")
-    async with working(config, backend, render_s=3.0):
-        await over(client, keys, 2)
+    await enqueue(client, keys, "endless", "good")
+    prompts = OneEndlessPrompt(config.model)
+    try:
+        async with working(config, backend, prompts=prompts):
+            await over(client, keys, 2)
+    finally:
+        prompts.end.set()
     assert sorted(await results(client, keys)) == ["good:0"]
     [letter] = [decode(DeadLetter, fields[b"d"]) for _, fields in await client.xrange(keys.dead)]
-    assert "rendering the prompt did not end within 3 s" in letter.detail
+    assert "rendering the prompt did not end within 0.5 s" in letter.detail
 
 
 class SlowPrompts(JobPrompts):

@@ -19,7 +19,6 @@ import pytest
 import redis
 
 from sluice.pipeline.broker import connection, embedded
-from sluice.pipeline.broker import embedded as embedded_server
 from sluice.pipeline.broker.embedded import embedded_broker, find_server
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, Own, RoleKey
@@ -211,45 +210,60 @@ def test_a_stop_while_it_comes_back_ends_it(tmp_path: Path) -> None:
         assert not (tmp_path / "broker.json").exists()
 
 
-def slow_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int) -> BrokerConfig:
-    """A broker with data that the real server takes about a quarter of a millisecond an entry to load."""
+ENTRIES = 48_000
+
+
+def slow_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BrokerConfig:
+    """A broker with data that the real server loads for a quarter of a minute; it answers once in 1024 entries."""
     config = BrokerConfig(embedded_dir=str(tmp_path / "data"))
     with embedded_broker(config) as url:
         pipe = connected(url).pipeline(transaction=False)
-        for at in range(entries):
+        for at in range(ENTRIES):
             pipe.set(f"key-{at}", "1")
         pipe.execute()
     server = tmp_path / "bin" / "redis-server"
     server.parent.mkdir()
-    server.write_text(f'#!/bin/sh\nexec {find_server()} "$@" --key-load-delay 100\n')
+    server.write_text(f'#!/bin/sh\nexec {find_server()} "$@" --key-load-delay 300\n')
     server.chmod(0o755)
     monkeypatch.setenv("PATH", f"{server.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(embedded, "START_S", HANG_S)
     return config
 
 
 def test_data_that_take_long_to_load_do_not_fail_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = slow_to_load(tmp_path, monkeypatch, 24_000)
-    monkeypatch.setattr(embedded_server, "START_S", 2.0)
-    monkeypatch.setattr(embedded, "START_S", 2.0)
+    """Of who starts the server and of who joins it: the deadline of a start is over while they see it load."""
+    config = slow_to_load(tmp_path, monkeypatch)
     joined: list[str] = []
+    in_time, late, probe = set[int](), set[int](), embedded._probe  # who saw it load
+
+    def looking(client: Any, pid: int | None = None) -> Any:
+        if (state := probe(client, pid)) == "loading":
+            (in_time if embedded.START_S else late).add(threading.get_ident())
+            if len(in_time) == 2:
+                monkeypatch.setattr(embedded, "START_S", 0.0)
+            if len(late) == 2:
+                client.config_set("key-load-delay", 0)
+        return state
+
+    monkeypatch.setattr(embedded, "_probe", looking)
 
     def join() -> None:
         wait_for((tmp_path / "data" / "broker.json").exists, "the first process to start its broker")
         with embedded_broker(config) as url:
             joined.append(url)
 
-    second, started = threading.Thread(target=join), time.monotonic()
+    second = threading.Thread(target=join)
     second.start()
     with embedded_broker(config) as url:
-        assert time.monotonic() - started > 2.0, "it was loaded before the shorter deadline: this shows nothing"
-        assert connected(url).dbsize() == 24_000
+        assert connected(url).dbsize() == ENTRIES
         second.join(HANG_S)
         assert joined == [url]
+    assert len(late) == 2, "it was loaded before the shorter deadline: this shows nothing"
 
 
 def test_data_that_take_too_long_to_load_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = slow_to_load(tmp_path, monkeypatch, 24_000)
-    monkeypatch.setattr(embedded_server, "LOAD_S", 0.1)
+    config = slow_to_load(tmp_path, monkeypatch)
+    monkeypatch.setattr(embedded, "LOAD_S", 0.1)
     with pytest.raises(BrokerError, match="still loading its data after"), embedded_broker(config):
         pass
     assert not (tmp_path / "data" / "broker.json").exists()

@@ -297,7 +297,7 @@ def test_a_directory_without_data_is_no_run(tmp_path: Path, capsys: pytest.Captu
 
 async def read(url: str) -> str:
     def get() -> str:
-        with urllib.request.urlopen(url, timeout=60) as answer:
+        with urllib.request.urlopen(url, timeout=HANG_S) as answer:
             return answer.read().decode()
 
     return await asyncio.to_thread(get)
@@ -328,11 +328,11 @@ async def test_the_dashboard_shows_it_and_follows_the_run_when_it_is_back(config
         return "what it stored last" not in await read(url + "/dead-letters")
 
     try:
-        await eventually(holds(shows_stored), "the stored state", 60)
+        await eventually(holds(shows_stored), "the stored state")
         assert "invalid_request" in await read(url + "/dead-letters")
         assert "Replay" not in await read(url + "/dead-letters"), "nothing can be changed"
         with embedded_broker(config.broker):
-            await eventually(holds(shows_running), "the run's own broker", 60)
+            await eventually(holds(shows_running), "the run's own broker")
             serving.terminate()
             assert await asyncio.wait_for(serving.wait(), HANG_S) == 143
     finally:
@@ -353,7 +353,7 @@ async def test_the_dashboard_of_a_renamed_run_shows_what_its_broker_stored(confi
         return "invalid_request" in await read(url + "/dead-letters")
 
     try:
-        await eventually(holds(shows_stored), "the dead letters of the run's own name", 60)
+        await eventually(holds(shows_stored), "the dead letters of the run's own name")
         page = await read(url + "/")
         assert f'title="The run\'s name">{RUN}</span>' in page
         assert f'{tmp_path / "kept"}">(directory kept)</span>' in page

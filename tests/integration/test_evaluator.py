@@ -25,6 +25,7 @@ from sluice.pipeline.errors import DeadlineExceeded
 from sluice.pipeline.status.evaluation import BEST, best_of, evaluation_of
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
+from sluice.workers import decode_worker
 from sluice.workers.engine.hf import HfBackend
 from tests.cut_off import cut_off_at
 from tests.deadlines import HANG_S
@@ -55,7 +56,13 @@ def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, tmp_path: Pat
         rollout_matching={"task": "reward", "reward": f"{tmp_path / 'rewards.py'}:score"},
         sampling={"max_new_tokens": 12},
         eval=EvalConfig(
-            data=str(tmp_path / "held-out.jsonl"), every=1, n=N, k=(1, 2), temperature=1.0, pass_above=0.6, wait_s=60.0
+            data=str(tmp_path / "held-out.jsonl"),
+            every=1,
+            n=N,
+            k=(1, 2),
+            temperature=1.0,
+            pass_above=0.6,
+            wait_s=HANG_S,
         ),
     )
 
@@ -250,8 +257,9 @@ async def test_an_evaluation_whose_version_is_gone_is_cut_off_and_the_next_one_m
 
 
 async def test_a_version_that_a_worker_can_not_load_cuts_no_evaluation_off(
-    config: Config, published: Published
+    config: Config, published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(decode_worker, "_LOAD_AGAIN_S", 0.05)  # between the tries of one job and the next
     made = published.make(0)
     await published.publish(0, made)
     await published.publish(1)

@@ -19,6 +19,7 @@ from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, DecodeJob, ImageRef, SamplingParams, SequenceResult, decode
 from sluice.pipeline.wire.tokens import TokenArray
+from sluice.workers import decode_worker
 from sluice.workers.decode_worker import DecodeWorker
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.engine.prompts import Prompts
@@ -64,6 +65,12 @@ def root(tmp_path: Path) -> Path:
     (root / "cut.png").write_bytes((root / "a.png").read_bytes()[:-60])
     (tmp_path / "outside.png").write_bytes((root / "a.png").read_bytes())
     return root
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that reaches no images looks for them again soon."""
+    monkeypatch.setattr(decode_worker, "_LOOK_FOR_IMAGES_S", 0.2)
 
 
 @pytest.fixture
@@ -270,6 +277,7 @@ async def test_a_text_model_refuses_images_and_goes_on(
     assert "no image was sent" in dead["blind:0"].detail
 
 
+@pytest.mark.usefixtures("often")
 async def test_a_job_whose_images_are_away_waits_for_them(
     config: Config, backend: HfBackend, client: Any, keys: Keys, root: Path
 ) -> None:
@@ -292,6 +300,7 @@ async def test_a_job_whose_images_are_away_waits_for_them(
     assert {f"group:{index}" for index in range(3)} < set(done)
 
 
+@pytest.mark.usefixtures("often")
 async def test_a_worker_that_reaches_no_images_leaves_the_queue_to_others(
     config: Config, backend: HfBackend, client: Any, keys: Keys, root: Path
 ) -> None:

@@ -58,7 +58,7 @@ class Shelf:
 
 @pytest.fixture
 def leases(broker_config: BrokerConfig, client: Redis, keys: Keys) -> LeasedWorker:
-    section = WorkerConfig(poll_s=0.01, lease_s=10.0, renew_s=0.05, drain_s=0.05)
+    section = WorkerConfig(poll_s=0.01, lease_s=60.0, renew_s=0.05, drain_s=0.05)
     return LeasedWorker(client=client, keys=keys, config=Config(run=keys.run, broker=broker_config, worker=section))
 
 

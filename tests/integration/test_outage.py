@@ -34,7 +34,7 @@ def server(tmp_path: Path) -> Iterator[KillableBroker]:
 
 
 async def test_commands_outlast_an_outage_and_a_start_that_is_late(server: KillableBroker) -> None:
-    config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", retry_for_s=60)
+    config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", retry_for_s=HANG_S)
     client: Any = connection.connect(config)
     early = asyncio.create_task(client.set("a", 1))
     await asyncio.sleep(0.2)
@@ -70,7 +70,7 @@ async def started(server: KillableBroker, timeout_s: float = 0.5) -> Any:
         admin.config_set("requirepass", "secret")  # type: ignore[no-untyped-call]
     url = server.url.replace("//", "//:secret@")
     return connection.connect(
-        BrokerConfig(url=url, retry_for_s=60, socket_timeout_s=timeout_s, connect_timeout_s=timeout_s)
+        BrokerConfig(url=url, retry_for_s=HANG_S, socket_timeout_s=timeout_s, connect_timeout_s=timeout_s)
     )
 
 
@@ -153,7 +153,7 @@ async def test_many_callers_share_an_outage_and_not_a_line(server: KillableBroke
 
 
 async def test_a_role_waits_for_a_broker_and_a_command_does_not(server: KillableBroker) -> None:
-    config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", retry_for_s=60)
+    config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", retry_for_s=HANG_S)
     with pytest.raises(BrokerError, match="does not answer"):
         connection.ping(config)
     waiting = asyncio.create_task(connection.wait_ready(config))
@@ -215,7 +215,7 @@ async def test_an_answer_that_nobody_took_is_nobody_elses(client: Any) -> None:
 async def test_a_connection_that_the_server_has_closed_is_no_outage(server: KillableBroker) -> None:
     """Also where none is waited for."""
     server.start()
-    config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0")
+    config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", socket_timeout_s=HANG_S, connect_timeout_s=HANG_S)
     impatient = replace(config, retry_for_s=0)
     async with connection.connect(config) as other, connection.connect(impatient) as client:
         await other.ping()

@@ -55,10 +55,16 @@ async def is_full(client: Any, keys: Keys, count: int) -> Snapshot:
     return await snapshot(client, keys)
 
 
-async def end(task: asyncio.Task[None]) -> None:
+async def end(task: asyncio.Task[None], client: Any, keys: Keys) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+    await let_run_out(client, keys)
+
+
+async def let_run_out(client: Any, keys: Keys) -> None:
+    """The claim to the role of one that has ended without giving it up: its successor would wait seconds for that."""
+    await client.delete(f"{keys.owner}producer")
 
 
 async def test_every_row_of_every_epoch_becomes_a_job(
@@ -91,7 +97,7 @@ async def test_it_waits_for_credit_and_a_killed_one_goes_on_behind_its_cursor(
     config = config_of(broker_config, keys, tmp_path, [row(i) for i in range(9)], wide=4)
     first = asyncio.create_task(produce(config))
     await is_full(client, keys, 4)
-    await end(first)  # no farewell, as after a kill: only what Redis holds survives
+    await end(first, client, keys)  # no farewell, as after a kill: only what Redis holds survives
     assert await client.hget(keys.source, "cursor") == b"0:3"
     claims = await queued(client, keys)
     assert sorted(claim.job.truth for claim in claims if claim.job) == [0, 1, 2, 3]
@@ -156,7 +162,7 @@ async def test_skipped_rows_are_counted_once_however_often_it_starts(
     config = config_of(broker_config, keys, tmp_path, lines, wide=1, on_malformed="skip")
     first = asyncio.create_task(produce(config))
     await is_full(client, keys, 1)
-    await end(first)
+    await end(first, client, keys)
     await client.hset(keys.counts, "trained", 9)
     await client.set(keys.latest, 9)
     for _ in range(2):
@@ -184,6 +190,7 @@ async def test_other_data_are_refused_after_the_last_row_whatever_a_later_start_
         with pytest.raises(ExceptionGroup) as caught:
             await produce(config_of(broker_config, keys, tmp_path, others))
         assert isinstance(first_cause(caught.value), ConfigError)
+        await let_run_out(client, keys)
     assert (await snapshot(client, keys)).enqueued == 4
     await produce(config_of(broker_config, keys, tmp_path, [*rows, "{bad"], on_malformed="skip", epochs=2))
     assert (await snapshot(client, keys)).enqueued == 8
@@ -203,7 +210,7 @@ async def test_rows_appended_before_the_end_are_read_and_then_the_longer_file_is
             return (now.total, now.enqueued) == (len(lines), 2)
 
         await eventually(has_opened, "the producer to open the file")
-        await end(begun)
+        await end(begun, client, keys)
 
     await starts_and_ends([row(i) for i in range(4)])
     first = await held()
@@ -331,6 +338,7 @@ async def test_rows_before_a_malformed_one_are_enqueued_and_the_mended_file_goes
     with pytest.raises((DataError, ExceptionGroup)) as caught:
         await produce(config)
     assert "rows.jsonl:3" in str(first_cause(caught.value))
+    await let_run_out(client, keys)
     assert (await snapshot(client, keys)).enqueued == 2
     Path(config.data.path).write_text("\n".join([row(0), row(1), row(2), row(3)]) + "\n")
     await produce(config)

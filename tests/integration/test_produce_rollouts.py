@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from hashlib import sha256
@@ -22,7 +24,9 @@ from sluice.pipeline.images.paths import SourceUnavailable
 from sluice.pipeline.images.store import StoreError, images_directory
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.wire.keys import Keys
+from sluice.producers.rollout_client import dispatcher, polling
 from sluice.producers.submit import produce
+from tests.clock import LIMIT_S, skip
 from tests.deadlines import HANG_S
 from tests.far_side import Body, FarSide, answer
 from tests.image_site import Site, site
@@ -53,7 +57,7 @@ def make_config(broker_config: BrokerConfig, keys: Keys, tmp_path: Path, far: Fa
         path.write_text("".join(json.dumps(row) + "\n" for row in asks))
         peers = {"url": url or await far.start(), "gateway_url": await far.start_gateway()}
         producer = {"max_in_flight": credit, "samples_per_version": credit, "poll_s": 0.01, "group_size": group}
-        settings = RolloutConfig(**{**peers, "timeout_s": 60.0, **rollout})
+        settings = RolloutConfig(**{**peers, "timeout_s": HANG_S, **rollout})
         return run_config(
             broker_config, keys, tmp_path / "runs", producer=producer, data=DataConfig(path=str(path)), rollout=settings
         )
@@ -71,6 +75,31 @@ async def cause_of(config: Config) -> BaseException:
     with pytest.raises((SluiceError, ExceptionGroup)) as caught:
         await asyncio.wait_for(produce(config), HANG_S)
     return first_cause(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def _long_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a producer tells the server beside its requests arrives, however slow this machine is."""
+    monkeypatch.setattr(dispatcher, "_FORGET_S", HANG_S)
+    monkeypatch.setattr(polling, "_CANCEL_S", HANG_S)
+
+
+async def run_out_of_time(
+    config: Config, monkeypatch: pytest.MonkeyPatch, begun: Callable[[], bool], what: str
+) -> None:
+    """Produce; the time of the requests is over once they have `begun`."""
+    producing = asyncio.create_task(produce(config))
+
+    async def look() -> bool:
+        return begun() or producing.done()
+
+    await eventually(look, what)
+    skip(monkeypatch)
+    await asyncio.wait_for(producing, HANG_S)
+
+
+def pauses(times: list[float]) -> list[float]:
+    return [later - sooner for sooner, later in itertools.pairwise(times)]
 
 
 async def end(task: asyncio.Task[None]) -> None:
@@ -240,11 +269,18 @@ async def test_a_busy_server_is_asked_again(make_config: MakeConfig, far: FarSid
 
 
 async def test_a_busy_server_is_left_some_peace_whatever_it_says(
-    make_config: MakeConfig, far: FarSide, state: Look
+    make_config: MakeConfig, far: FarSide, state: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    far.script = lambda *_: web.Response(status=429, headers={"Retry-After": "0"})
-    await asyncio.wait_for(produce(await make_config(1, timeout_s=4.0)), HANG_S)
-    assert 1 <= len(far.posted) <= 8, "pauses double"
+    times: list[float] = []
+
+    def busy(*_: Any) -> web.Response:
+        times.append(time.monotonic())
+        return web.Response(status=429, headers={"Retry-After": "0"})
+
+    far.script = busy
+    config = await make_config(1, timeout_s=LIMIT_S)
+    await run_out_of_time(config, monkeypatch, lambda: len(times) == 4, "four requests")
+    assert all(pause > least for pause, least in zip(pauses(times), (0.1, 0.2, 0.4), strict=False)), "they double"
     assert (await state()).dropped == 1
 
 
@@ -304,13 +340,18 @@ async def test_what_is_no_answer_drops_that_rollout_alone(
 
 
 async def test_a_server_that_dies_for_good_costs_what_it_held(
-    make_config: MakeConfig, far: FarSide, state: Look
+    make_config: MakeConfig, far: FarSide, state: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def hang_up(_: int, body: Body) -> web.Response:
         raise ConnectionResetError
 
     far.script = hang_up
-    await asyncio.wait_for(produce(await make_config(2, timeout_s=1.0)), HANG_S)
+
+    def asked() -> bool:
+        return len({body["rollout_id"] for body in far.posted}) == 2
+
+    config = await make_config(2, timeout_s=LIMIT_S)
+    await run_out_of_time(config, monkeypatch, asked, "both to be asked for")
     now = await state()
     assert (now.dropped, now.reasons, now.exhausted) == (2, {"dropped:rollout_error": 2}, True)
 
@@ -486,9 +527,12 @@ async def test_a_restart_cancels_what_was_asked_for_before(make_config: MakeConf
     assert (await state()).committed == 1
 
 
-async def test_a_rollout_that_takes_too_long_is_cancelled(make_config: MakeConfig, far: FarSide, state: Look) -> None:
+async def test_a_rollout_that_takes_too_long_is_cancelled(
+    make_config: MakeConfig, far: FarSide, state: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
     far.script = script = Polled(*[{"status": "running"}] * 100_000)
-    await asyncio.wait_for(produce(await make_config(1, protocol="polling", timeout_s=1.0)), HANG_S)
+    config = await make_config(1, protocol="polling", timeout_s=LIMIT_S)
+    await run_out_of_time(config, monkeypatch, lambda: script.polls > 10, "its result to be asked for")
     assert far.cancelled == [{"ids": script.names}]
     assert (await state()).dropped == 1
 
@@ -504,11 +548,18 @@ async def test_a_rollout_with_a_bad_answer_is_cancelled(
 
 
 async def test_a_server_that_knows_every_name_is_left_some_peace(
-    make_config: MakeConfig, far: FarSide, state: Look
+    make_config: MakeConfig, far: FarSide, state: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    far.script = lambda *_: web.Response(status=409)
-    await asyncio.wait_for(produce(await make_config(1, protocol="polling", timeout_s=2.0)), HANG_S)
-    assert 1 <= len(far.posted) <= 5, "there are pauses"
+    times: list[float] = []
+
+    def knows_it(*_: Any) -> web.Response:
+        times.append(time.monotonic())
+        return web.Response(status=409)
+
+    far.script = knows_it
+    config = await make_config(1, protocol="polling", timeout_s=LIMIT_S)
+    await run_out_of_time(config, monkeypatch, lambda: len(times) == 3, "three requests")
+    assert min(pauses(times)) > 0.4
     assert len(far.cancelled) >= len(far.posted)
     assert (await state()).dropped == 1
 

@@ -41,7 +41,7 @@ def backend(source: Path) -> Iterator[HfBackend]:
 
 @pytest.fixture
 def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path) -> Config:
-    worker = {"lease_s": 2.0, "renew_s": 0.5, "poll_s": 0.05, "max_batch": 2, "drain_s": 0.0}
+    worker = {"lease_s": 60.0, "renew_s": 0.5, "poll_s": 0.05, "max_batch": 2, "drain_s": 0.0}
     return run_config(broker_config, keys, run_dir, worker=worker, model={"path": str(source)})
 
 

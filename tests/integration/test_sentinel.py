@@ -23,32 +23,35 @@ from tests.failovers import MASTER, PASSWORD, Failover
 
 @pytest.fixture
 def failover(tmp_path: Path) -> Iterator[Failover]:
-    made = Failover(tmp_path)
+    made = Failover(tmp_path, down_after_s=HANG_S)
     yield made
     made.close()
 
 
 def settings(failover: Failover, **changes: Any) -> BrokerConfig:
-    return BrokerConfig(
-        **{"url": failover.url, "sentinel_master": MASTER, "socket_timeout_s": 1, "connect_timeout_s": 1, **changes}
-    )
+    patient = {"socket_timeout_s": 60, "connect_timeout_s": 60, "retry_for_s": HANG_S}
+    return BrokerConfig(**{"url": failover.url, "sentinel_master": MASTER, **patient, **changes})
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 async def test_connections_follow_the_primary(failover: Failover, end: int) -> None:
     config = settings(failover)
-    client: Any = connection.connect(config)
+    client: Any = connection.connect(settings(failover, socket_timeout_s=1, connect_timeout_s=1))
     await client.set("a", 1)
-    assert await client.wait(1, 60_000) == 1, "the replica has it"
+    failover.wait("the replica to have it", lambda: failover.ask(failover.replica, "GET", "a") == b"1")
     with connection.connect_sync(config) as blocking:
         assert blocking.get("a") == b"1"
     failover.signal(failover.primary, end)
+    failover.configure("down-after-milliseconds", 1000)
     writes = [asyncio.create_task(client.sadd("written", n)) for n in range(3)]  # one may be sent twice
     script = asyncio.create_task(
         Scripts(client).ask(RoleKey(owner="owner"), Own(nonce="me", ttl_ms=60_000, renew=False))
     )
     await asyncio.wait_for(asyncio.gather(*writes, script), HANG_S)
     assert failover.role_of(failover.replica) == "master"
+    failover.wait(
+        "all Sentinels to name it", lambda: set(map(failover.named_by, failover.sentinels)) == {failover.replica}
+    )
     with connection.connect_sync(config) as blocking:
         assert (blocking.get("a"), blocking.scard("written")) == (b"1", 3)
     assert connection.ping(config)["role"] == "master"
@@ -56,12 +59,14 @@ async def test_connections_follow_the_primary(failover: Failover, end: int) -> N
 
 
 async def test_a_primary_that_was_demoted_under_an_open_connection_is_left(failover: Failover) -> None:
-    client: Any = connection.connect(settings(failover, socket_timeout_s=60))
+    client: Any = connection.connect(settings(failover, socket_timeout_s=2 * HANG_S))
     await client.set("a", 1)
     reads = await BlockedReads.begin(client)
-    with redis.Redis(port=failover.sentinels[0], socket_timeout=60) as sentinel:
+    failover.configure("failover-timeout", int(1000 * HANG_S))  # else one that the machine stalls is given up
+    with redis.Redis(port=failover.sentinels[0], socket_timeout=HANG_S) as sentinel:
         raw: Any = sentinel
-        raw.execute_command("SENTINEL FAILOVER", MASTER)
+        # Until the replica has answered of late, there is none to promote.
+        failover.wait("a failover to begin", lambda: raw.execute_command("SENTINEL FAILOVER", MASTER))
 
     failover.wait("the old primary to follow the new one", lambda: failover.role_of(failover.primary) == "slave")
     assert await asyncio.wait_for(client.set("a", 2), HANG_S)

@@ -14,15 +14,18 @@ import s3fs
 from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, ModelConfig, WeightsConfig
 from sluice.pipeline.errors import WeightsError
+from sluice.pipeline.weights import object_store
 from sluice.pipeline.weights.carriers import carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.shared_memory import MEMORY
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import WeightVersion
 from sluice.pipeline.wire.tokens import TokenArray
+from sluice.workers import weights_watch
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.scorer.model import VersionedModel
 from sluice.workers.weights_watch import WeightsWatch
+from tests.deadlines import HANG_S
 from tests.decode_workers import working
 from tests.object_stores import BUCKET, s3_server, use
 from tests.roles import eventually, role_of, run_config
@@ -34,7 +37,7 @@ async def test_a_version_is_asked_for_again_after_the_store_was_away(
 ) -> None:
     source = save_tiny_model(tmp_path / "model")
     weights = WeightsConfig(
-        transport="store", store_url=f"s3://{BUCKET}/away", store_timeout_s=2.0, cache_dir=str(tmp_path / "cache")
+        transport="store", store_url=f"s3://{BUCKET}/away", store_timeout_s=HANG_S, cache_dir=str(tmp_path / "cache")
     )
     model = {"path": str(source), "device": "cpu"}
     config = run_config(broker_config, keys, run_dir, model=model, weights=weights)
@@ -53,13 +56,17 @@ async def test_a_version_is_asked_for_again_after_the_store_was_away(
         async with role_of(config) as role:
             watch = WeightsWatch(role, engine)
             await watch.look()
-            assert not await watch.pull(1)
-            assert (engine.version, watch.newer()) == (0, None)
+            with monkeypatch.context() as patch:
+                patch.setattr(object_store, "_PAUSES_S", (2 * HANG_S,))  # the first failure is the last
+                assert not await watch.pull(1)
+                assert (engine.version, watch.newer()) == (0, None)
+                patch.setattr(weights_watch, "_AGAIN", 0)
+                assert not await watch.pull(1)
 
             async def wanted() -> bool:
                 return watch.newer() == 1
 
-            await eventually(wanted, "the refused version to be wanted again", 60.0)
+            await eventually(wanted, "the refused version to be wanted again")
             with s3_server(port):
                 assert await watch.pull(1)
             assert engine.version == 1
@@ -88,7 +95,7 @@ async def test_a_worker_that_ends_has_no_version_in_memory(
                 async def loaded() -> bool:
                     return engine.version == 1 and len(in_memory(config.run)) == 2
 
-                await eventually(loaded, "the worker to link the version and load it", 60.0)
+                await eventually(loaded, "the worker to link the version and load it")
             assert len(in_memory(config.run)) == 1, "the trainer's own"
         finally:
             await engine.close()

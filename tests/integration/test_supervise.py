@@ -19,10 +19,10 @@ from sluice.pipeline.config.types import UpConfig
 from sluice.pipeline.errors import ConfigError, DataError, ModelError, SluiceError
 from sluice.pipeline.http.server import bind
 from sluice.pipeline.run.supervisor import Child, Supervisor, last_line, last_reason
-from tests.deadlines import HANG_S
+from tests.deadlines import HANG_S, RUN_S
 from tests.roles import eventually
 
-QUICK: dict[str, Any] = {"restart_backoff_s": 0.01, "restart_backoff_max_s": 0.02, "stop_grace_s": 60.0}
+QUICK: dict[str, Any] = {"restart_backoff_s": 0.01, "restart_backoff_max_s": 0.02, "stop_grace_s": HANG_S}
 
 
 def supervisor(tmp_path: Path, **changes: Any) -> Supervisor:
@@ -148,7 +148,7 @@ async def test_stop_asks_first_and_kills_after_the_grace_time(tmp_path: Path) ->
     ends = {"polite": "lambda *_: sys.exit(print('bye'))", "deaf": "signal.SIG_IGN"}
     found: dict[str, tuple[int | None, str]] = {}
     for name, end in ends.items():
-        boss = supervisor(tmp_path, stop_grace_s=1.0 if name == "deaf" else 60.0)
+        boss = supervisor(tmp_path, stop_grace_s=1.0 if name == "deaf" else HANG_S)
         boss.add(name, python(f"signal.signal(15, {end})\nprint('up', flush=True)\ntime.sleep(99)"))
         care = asyncio.create_task(boss.run())
         log = boss.children[name].log
@@ -160,9 +160,9 @@ async def test_stop_asks_first_and_kills_after_the_grace_time(tmp_path: Path) ->
     assert found == {"polite": (0, "bye"), "deaf": (-9, "up")}
 
 
-GRANDCHILDREN = """
+GRANDCHILDREN = f"""
 import subprocess
-code = "import sys, time\\nprint('up', flush=True)\\ntime.sleep(99)"
+code = "import sys, time\\nprint('up', flush=True)\\ntime.sleep({RUN_S})"
 for own_group in (None, 0):  # the second leaves the group, not the session
     p = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, process_group=own_group)
     p.stdout.readline()
@@ -176,8 +176,8 @@ def grandchildren(log: Path) -> list[int]:
 
 async def test_stop_ends_what_a_child_has_started(tmp_path: Path) -> None:
     boss = supervisor(tmp_path)
-    boss.add("leaves", python(f"{GRANDCHILDREN}\nsignal.signal(15, lambda *_: sys.exit(0))\ntime.sleep(99)"))
-    boss.add("deaf", python(f"signal.signal(15, signal.SIG_IGN)\n{GRANDCHILDREN}\ntime.sleep(99)"))
+    boss.add("leaves", python(f"{GRANDCHILDREN}\nsignal.signal(15, lambda *_: sys.exit(0))\ntime.sleep({RUN_S})"))
+    boss.add("deaf", python(f"signal.signal(15, signal.SIG_IGN)\n{GRANDCHILDREN}\ntime.sleep({RUN_S})"))
     care = asyncio.create_task(boss.run())
     logs = [child.log for child in boss.children.values()]
     await until(lambda: all(len(grandchildren(log)) == 2 for log in logs), "all grandchildren")
@@ -239,7 +239,7 @@ async def test_a_child_that_is_done_can_be_started_again(tmp_path: Path) -> None
 
 
 async def test_kill_is_sigkill_and_needs_a_running_child(tmp_path: Path) -> None:
-    boss = supervisor(tmp_path, restart_backoff_s=60.0, restart_backoff_max_s=60.0)
+    boss = supervisor(tmp_path, restart_backoff_s=RUN_S, restart_backoff_max_s=RUN_S)
     boss.add("c", python("print('up', flush=True)\ntime.sleep(99)"))
     care = asyncio.create_task(boss.run())
     await until(lambda: boss.children["c"].pid is not None, "the child")
@@ -261,8 +261,9 @@ def gone(pid: int) -> bool:
 def test_a_tethered_child_ends_with_a_parent_that_is_killed() -> None:
     code = (
         "import subprocess, sys, time\nfrom sluice.pipeline.child_process import tethered\n"
-        "child = subprocess.Popen(tethered([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(99)'"
-        "]), stdout=subprocess.PIPE)\nchild.stdout.readline()\nprint(child.pid, flush=True)\ntime.sleep(99)"
+        f"waits = 'import time; print(1, flush=True); time.sleep({RUN_S})'\n"
+        "child = subprocess.Popen(tethered([sys.executable, '-c', waits]), stdout=subprocess.PIPE)\n"
+        f"child.stdout.readline()\nprint(child.pid, flush=True)\ntime.sleep({RUN_S})"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout
@@ -285,7 +286,7 @@ async def test_an_optional_child_ends_nothing_however_often_it_fails(tmp_path: P
     boss = supervisor(tmp_path, max_restarts=1)
     boss.add("failing", python("sys.exit(9)"), optional=True)
     boss.add("refused", python(f"print('error: no'); sys.exit({ConfigError.exit_code})"), optional=True)
-    boss.add("role", python("time.sleep(60)"))
+    boss.add("role", python(f"time.sleep({RUN_S})"))
     care = asyncio.create_task(boss.run())
     await until(lambda: boss.children["failing"].starts > 4 and boss.children["refused"].done, "more than max_restarts")
     assert not care.done()

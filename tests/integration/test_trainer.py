@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sluice.consumers.training import checkpoint
+from sluice.consumers.training import checkpoint, session
 from sluice.consumers.training.session import Session
 from sluice.consumers.training.step_log import read_rollouts, read_steps
 from sluice.consumers.training.trainer import Trainer
@@ -23,11 +22,12 @@ from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
 from sluice.pipeline.broker.streams import Entry, Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerDataGone, DeadlineExceeded, LeaseLost, ModelError, first_cause
-from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.versions import verify
 from sluice.pipeline.wire.keys import BATCH_GROUP, Keys
 from sluice.pipeline.wire.messages import ImageRef, TrainingBatch, encode
+from tests.clock import Ahead
 from tests.cut_off import CutOff, cut_off_at
 from tests.deadlines import HANG_S
 from tests.faulty_models import save_faulty
@@ -346,33 +346,28 @@ async def test_a_wait_without_batches_names_its_cause(
 
 
 async def test_groups_that_are_filtered_are_progress(
-    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Easy or hard prompts alone: the producer sends others in their place, so the trainer waits on. Then it ends."""
-    config = config_of(broker_config, keys, run_dir, batch_wait_s=4.0)
-    started = last = time.monotonic()
+    config = config_of(broker_config, keys, run_dir, batch_wait_s=100.0)
+    clock, looks, real = Ahead(monkeypatch, session), 0, Session._snapshot
 
-    async def filter_groups(until_s: float) -> None:
-        nonlocal last
-        while time.monotonic() - started < until_s:
-            last = time.monotonic()
+    async def look(self: Session) -> Snapshot:
+        nonlocal looks
+        looks, clock.by_s = looks + 1, clock.by_s + 60
+        if looks == 5:
+            await hand_on(client, keys, 0, 1, last=False)
+        elif looks <= 10:
             for name in ("enqueued", "dropped", "dropped:zero_variance"):
                 await client.hincrby(keys.counts, name, 2)
-            await asyncio.sleep(0.3)
+        return await real(self)
 
-    async def consume() -> None:
-        await filter_groups(6.0)
-        await hand_on(client, keys, 0, 1, last=False)
-        await filter_groups(11.0)
-
-    consuming = asyncio.create_task(consume())
+    monkeypatch.setattr(Session, "_snapshot", look)
     with pytest.raises(ExceptionGroup) as caught:
         await train(config, source)
-    ended = time.monotonic()
-    await consuming
-    assert "no training batch for 4 s" in str(first_cause(caught.value))
+    assert "no training batch for 100 s" in str(first_cause(caught.value))
     assert trained(config).total() == 2
-    assert ended - last > 4
+    assert looks == 12, "two looks at which nothing new was filtered take longer than it waits"
 
 
 async def test_a_batch_that_the_broker_brings_again_is_counted_but_not_trained(

@@ -22,6 +22,8 @@ from tests.roles import eventually
 
 TZ = timezone(timedelta(hours=-3))
 MONDAY = datetime(2029, 1, 1, 10, 20, 30, tzinfo=TZ)
+_IN_MONTHS = datetime.now(UTC) + timedelta(days=180)
+NOT_NOW: dict[str, Any] = {"month": _IN_MONTHS.month, "day": _IN_MONTHS.day}
 
 
 class Ticks:
@@ -108,15 +110,14 @@ async def test_a_worker_that_serves_runs_it_again_and_again(make_worker: MakeWor
 async def test_at_startup_means_in_a_burst_too(
     make_worker: MakeWorker, keys: Keys, ticks: Ticks, poll_s: float
 ) -> None:
-    worker = make_worker(cron_jobs=[ticks.job(keys, hour=1, run_at_startup=True)], settings={"poll_s": poll_s})
+    worker = make_worker(cron_jobs=[ticks.job(keys, run_at_startup=True, **NOT_NOW)], settings={"poll_s": poll_s})
     await burst(worker)
     assert len(ticks.ids) == 1
     assert tally(worker) == (1, 0, 0)
 
 
 async def test_without_it_a_burst_runs_none(make_worker: MakeWorker, keys: Keys, ticks: Ticks) -> None:
-    soon = datetime.now(UTC) + timedelta(hours=5)
-    worker = make_worker(cron_jobs=[ticks.job(keys, hour=soon.hour, minute=soon.minute)], timezone=UTC)
+    worker = make_worker(cron_jobs=[ticks.job(keys, **NOT_NOW)], timezone=UTC)
     await burst(worker)
     assert ticks.ids == []
     await worker.arq.heart_beat()
@@ -125,7 +126,7 @@ async def test_without_it_a_burst_runs_none(make_worker: MakeWorker, keys: Keys,
 
 
 async def test_at_startup_while_serving(make_worker: MakeWorker, keys: Keys, ticks: Ticks) -> None:
-    async with serving(make_worker(cron_jobs=[ticks.job(keys, hour=1, run_at_startup=True)])):
+    async with serving(make_worker(cron_jobs=[ticks.job(keys, run_at_startup=True, **NOT_NOW)])):
         await calls(ticks, 1)
     assert len(ticks.ids) == 1
 
@@ -165,14 +166,14 @@ async def test_not_unique_means_each_worker(make_worker: MakeWorker, keys: Keys,
 
 async def test_two_schedules_with_one_id_run_once(make_worker: MakeWorker, keys: Keys, ticks: Ticks) -> None:
     one_id = f"{keys.run}:single"
-    jobs = [ticks.job(keys, name, minute=10, run_at_startup=True, job_id=one_id) for name in ("a", "b")]
+    jobs = [ticks.job(keys, name, run_at_startup=True, job_id=one_id, **NOT_NOW) for name in ("a", "b")]
     await burst(make_worker(cron_jobs=jobs))
     assert ticks.ids == [one_id]
 
 
 async def test_one_function_with_two_ids_runs_twice(make_worker: MakeWorker, keys: Keys, ticks: Ticks) -> None:
     ids = [f"{keys.run}:{number}" for number in (1, 2)]
-    await burst(make_worker(cron_jobs=[ticks.job(keys, minute=10, run_at_startup=True, job_id=one) for one in ids]))
+    await burst(make_worker(cron_jobs=[ticks.job(keys, run_at_startup=True, job_id=one, **NOT_NOW) for one in ids]))
     assert sorted(ticks.ids) == ids
 
 
@@ -180,7 +181,7 @@ async def test_an_id_of_ones_own_is_free_again_within_a_minute(
     make_worker: MakeWorker, keys: Keys, ticks: Ticks, foreign: ArqRedis
 ) -> None:
     """A schedule with an id must not be held up by the result of its last run."""
-    worker = make_worker(cron_jobs=[ticks.job(keys, job_id=f"{keys.run}:single", minute=10)])
+    worker = make_worker(cron_jobs=[ticks.job(keys, job_id=f"{keys.run}:single", **NOT_NOW)])
     await foreign.enqueue_job(f"{keys.run}:tick", _job_id=f"{keys.run}:single")
     await burst(worker)
     assert ticks.ids == [f"{keys.run}:single"]
@@ -197,7 +198,7 @@ async def test_a_cron_job_that_fails_is_a_dead_letter_and_is_not_tried_again(
         tries.append(ctx["job_try"])
         raise ValueError("no disk")
 
-    jobs = [cron(breaks, name=f"{keys.run}:breaks", hour=1, run_at_startup=True)]
+    jobs = [cron(breaks, name=f"{keys.run}:breaks", run_at_startup=True, **NOT_NOW)]
     worker = make_worker(cron_jobs=jobs)
     async with serving(worker):
 
@@ -219,7 +220,7 @@ async def test_cron_jobs_have_one_try_unless_told(make_worker: MakeWorker, keys:
             tries[name].append(ctx["job_try"])
             raise Retry(defer=0.01)
 
-        return cron(call, name=f"{keys.run}:{name}", hour=1, run_at_startup=True, **options)
+        return cron(call, name=f"{keys.run}:{name}", run_at_startup=True, **NOT_NOW, **options)
 
     worker = make_worker(cron_jobs=[again("once"), again("twice", max_tries=2)])
     async with serving(worker):
@@ -237,7 +238,7 @@ async def test_cron_and_functions_live_together(
     async def plain(ctx: dict[Any, Any]) -> int:
         return 1
 
-    worker = make_worker(func(plain, name="plain"), cron_jobs=[ticks.job(keys, hour=1, run_at_startup=True)])
+    worker = make_worker(func(plain, name="plain"), cron_jobs=[ticks.job(keys, run_at_startup=True, **NOT_NOW)])
     job = await foreign.enqueue_job("plain")
     async with serving(worker):
         await calls(ticks, 1)

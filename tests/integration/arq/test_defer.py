@@ -47,8 +47,8 @@ async def test_a_deferred_job_waits_and_then_runs(foreign: ArqRedis, make_worker
     deferral: dict[str, Any] = {"_defer_by": 0.3}
     if how == "until":
         deferral = {"_defer_until": datetime.fromtimestamp(due, UTC)}
-    later = await foreign.enqueue_job("when", **deferral)
     now = await foreign.enqueue_job("when")
+    later = await foreign.enqueue_job("when", **deferral)
     assert later is not None
     status = await later.status()
     assert status == JobStatus.deferred or time.time() >= due

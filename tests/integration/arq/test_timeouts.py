@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from sluice.pipeline.queue import JobFailed
 from sluice.pipeline.queue.types import Claim
 from sluice.pipeline.wire.keys import Keys
+from tests.deadlines import HANG_S
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, letters, serving, tally, until
 
@@ -53,7 +54,7 @@ async def test_a_job_over_its_time_is_cancelled_and_failed(
 async def test_a_functions_own_timeout_goes_before_the_workers(foreign: ArqRedis, make_worker: MakeWorker) -> None:
     patient = await foreign.enqueue_job("patient")
     hasty = await foreign.enqueue_job("hasty")
-    functions = func(short, name="patient", timeout=30), func(forever, name="hasty", timeout=0.1)
+    functions = func(short, name="patient", timeout=HANG_S), func(forever, name="hasty", timeout=0.1)
     worker = make_worker(*functions, job_timeout=0.05)
     await burst(worker)
     assert await answer(patient) == "done"
@@ -82,20 +83,29 @@ async def test_a_timeout_that_the_job_raises_itself_fails_too(foreign: ArqRedis,
         await answer(job)
 
 
-async def test_a_job_may_run_longer_than_a_lease(foreign: ArqRedis, make_worker: MakeWorker) -> None:
-    """arq's in-progress key outlives the longest timeout; ours is short and renewed."""
-    runs: list[int] = []
+async def test_a_running_jobs_lease_is_renewed(
+    foreign: ArqRedis, make_worker: MakeWorker, keys: Keys, client: Redis
+) -> None:
+    """arq's in-progress key outlives the longest timeout; ours is short, and a job may run longer."""
+    runs, done = list[int](), asyncio.Event()
 
     async def long(ctx: dict[Any, Any]) -> int:
         runs.append(ctx["job_try"])
-        await asyncio.sleep(5.5)
+        await done.wait()
         return ctx["job_try"]
 
-    job = await foreign.enqueue_job("long")
-    settings = {"lease_s": 4.0, "renew_s": 0.1}
-    one, two = (make_worker(func(long, name="long"), name=name, settings=settings) for name in ("one", "two"))
-    await burst(one, two)
-    assert await answer(job) == 1
+    job = await foreign.enqueue_job("long", _job_id=f"{keys.run}:a")
+    one, two = (make_worker(func(long, name="long"), name=name) for name in ("one", "two"))
+    async with serving(one, two):
+        await until(lambda: runs, "the job to run")
+        first = await client.zscore(keys.leases, f"{keys.run}:a") or 0.0
+
+        async def renewed() -> bool:
+            return (await client.zscore(keys.leases, f"{keys.run}:a") or 0.0) > first
+
+        await until(renewed, "its lease to be renewed")
+        done.set()
+        assert await answer(job) == 1
     assert runs == [1]
 
 
@@ -116,9 +126,10 @@ async def test_an_attempt_that_swallows_its_cancellation_takes_no_limit_from_the
         return "late"
 
     job = await foreign.enqueue_job("holds_on", _job_id=f"{keys.run}:a")
-    worker = make_worker(func(holds_on, name="holds_on"), job_timeout=5.0)
+    worker = make_worker(func(holds_on, name="holds_on"), job_timeout=HANG_S)
     async with serving(worker):
         await until(lambda: tries, "the first attempt")
+        worker.arq.job_timeout_s = 0.5
         await worker.leases.queue.release([Claim(job_id=f"{keys.run}:a", attempt=1, enqueued_at=0)])  # loses its lease
         await until(lambda: len(tries) == 2, "the second attempt")
         with pytest.raises(JobFailed, match="TimeoutError"):

@@ -17,7 +17,7 @@ from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import SequenceResult
 from sluice.producers.agents.server import serve_until
-from tests.deadlines import HANG_S
+from tests.deadlines import HANG_S, RUN_S
 from tests.roles import run_config
 from tests.tool_models import CONVERSATIONS, Conversation
 
@@ -27,7 +27,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 40}
 
 def agents_config(broker: BrokerConfig, keys: Keys, run_dir: Path, model: Path, **sections: Any) -> Config:
     """A run whose worker decodes greedily with the small tool-calling model."""
-    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0}
+    worker = {"lease_s": 30.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0}
     sampling = {"temperature": 0.0, "max_new_tokens": 40}
     return run_config(broker, keys, run_dir, worker=worker, model={"path": str(model)}, sampling=sampling, **sections)
 
@@ -70,7 +70,7 @@ async def rollout_server(config: Config, gateway_url: str) -> AsyncIterator[Roll
     await asyncio.wait({serving, port}, timeout=HANG_S, return_when=asyncio.FIRST_COMPLETED)
     try:
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=150)) as http:
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=RUN_S)) as http:
             yield RolloutServer(f"http://127.0.0.1:{port.result()}", gateway_url, http)
     finally:
         drain.set()

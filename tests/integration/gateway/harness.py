@@ -64,8 +64,8 @@ async def serving(config: Config, backend: HfBackend | None, key: str = "none") 
         scope.push_async_callback(_end, role, gateway)
         await asyncio.wait({ready, gateway}, timeout=HANG_S, return_when=asyncio.FIRST_COMPLETED)
         url = f"http://127.0.0.1:{ready.result()}"
-        http = await scope.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)))
-        client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120)
+        http = await scope.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HANG_S)))
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=HANG_S)
         scope.push_async_callback(client.close)
         yield Gateway(url, http, client)
 

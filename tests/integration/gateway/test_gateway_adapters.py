@@ -54,7 +54,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, source: Path) -> dict[str
 
 
 def config_of(broker: BrokerConfig, keys: Keys, run_dir: Path, source: Path, adapters: dict[str, str]) -> Config:
-    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0}
+    worker = {"lease_s": 30.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0}
     worker |= {"lora": "requests", "adapters": adapters}
     model = {"path": str(source), "device": "cpu"}
     return run_config(broker, keys, run_dir, worker=worker, model=model, trainer={"external": True})

@@ -17,6 +17,7 @@ from sluice.pipeline.wire.keys import ARQ_ABORT, Keys
 from sluice.producers.gateway.parsers import Call, Parsed
 from sluice.producers.tokenizer import load_renderer
 from sluice.workers.engine.hf import HfBackend
+from tests.clock import LIMIT_S, skip
 from tests.contract.engine_fixtures import started
 from tests.integration.gateway.harness import USER, in_hand, kept, published, said, serving, user
 from tests.roles import eventually, run_config
@@ -39,7 +40,7 @@ def backend(source: Path) -> Iterator[HfBackend]:
 
 @pytest.fixture
 def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path) -> Config:
-    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0}
+    worker = {"lease_s": 30.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0}
     return run_config(broker_config, keys, run_dir, worker=worker, model={"path": str(source)})
 
 
@@ -277,9 +278,18 @@ async def test_a_caller_that_leaves_amid_a_stream_is_not_in_hand_any_more(
         await eventually(over, "the job to end")
 
 
-async def test_no_answer_in_time_says_what_was_waited_for(config: Config) -> None:
-    async with serving(with_gateway(config, request_timeout_s=0.3), None) as gateway:
-        status, body = await gateway.post("/v1/chat/completions", {"messages": [USER]})
+async def test_no_answer_in_time_says_what_was_waited_for(
+    config: Config, client: Any, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(with_gateway(config, request_timeout_s=LIMIT_S), None) as gateway:
+        asked = asyncio.create_task(gateway.post("/v1/chat/completions", {"messages": [USER]}))
+
+        async def queued() -> bool:
+            return (await snapshot(client, keys)).queued_jobs == 1
+
+        await eventually(queued, "the job to be queued")
+        skip(monkeypatch)
+        status, body = await asked
         assert (status, "waited for a worker" in body["error"]["message"]) == (504, True)
 
 

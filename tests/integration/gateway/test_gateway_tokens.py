@@ -36,7 +36,7 @@ def backend(source: Path) -> Iterator[HfBackend]:
 
 @pytest.fixture
 def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path) -> Config:
-    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0}
+    worker = {"lease_s": 30.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0}
     return run_config(broker_config, keys, run_dir, worker=worker, model={"path": str(source)})
 
 
@@ -261,7 +261,7 @@ async def test_the_likeliest_tokens_ranks_and_the_prompts_logprobs(config: Confi
         assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == len(prompt) + 2
         assert (choice.logprobs.token_logprobs[0], choice.logprobs.top_logprobs[0]) == (None, None)
         own = [one.logprob for row in (read.prompt_logprobs or [])[1:] for one in list((row or {}).values())[:1]]
-        assert choice.logprobs.token_logprobs[1 : len(prompt)] == pytest.approx(own, abs=1e-5)
+        assert choice.logprobs.token_logprobs[1 : len(prompt)] == pytest.approx(own, abs=1e-4)
         for value, top in zip(choice.logprobs.token_logprobs[1:], choice.logprobs.top_logprobs[1:], strict=True):
             assert value in (top or {}).values()
             assert 2 <= len(top or {}) <= 3

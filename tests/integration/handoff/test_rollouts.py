@@ -29,6 +29,7 @@ from sluice.pipeline.errors import (
 from sluice.pipeline.weights.versions import verify
 from sluice.pipeline.wire.keys import BATCH_GROUP, Keys
 from sluice.pipeline.wire.messages import TrainingBatch, encode
+from tests.deadlines import HANG_S
 from tests.integration.test_trainer import train
 from tests.trainers import random_sample
 from tests.training_loops import MakeRun, ctrl_c, ids, load, look, manifest_of, run_of, trained
@@ -202,7 +203,7 @@ def test_what_ctrl_c_kept_from_the_loop_is_given_to_the_next_one(
     make_run: MakeRun, sync_client: Any, keys: Keys
 ) -> None:
     """The interrupted wait goes on in the session's thread, and takes a batch that nobody sees."""
-    config = make_run(1, last=False, batch_wait_s=20.0)
+    config = make_run(1, last=False, batch_wait_s=HANG_S)
     late = TrainingBatch(batch_id="1", samples=[random_sample(f"1-{member}", 12 + member) for member in range(2)])
     with Rollouts(config) as rollouts:
         batches = rollouts.batches()

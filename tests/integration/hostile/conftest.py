@@ -36,7 +36,7 @@ def backend(source: Path) -> Iterator[HfBackend]:
 @pytest.fixture
 def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path) -> Config:
     """Of a gateway that gives up soon, as nobody decodes."""
-    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 8, "drain_s": 10.0}
+    worker = {"lease_s": 30.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 8, "drain_s": 10.0}
     made = run_config(broker_config, keys, run_dir, worker=worker, model={"path": str(source)})
     made = msgspec.structs.replace(made, gateway=GatewayConfig(request_timeout_s=0.3, max_body_mb=1))
     return msgspec.structs.replace(made, sampling=msgspec.structs.replace(made.sampling, max_new_tokens=4))

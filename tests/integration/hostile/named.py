@@ -13,6 +13,7 @@ from sluice.producers.agents.runs import open_runs
 from sluice.producers.agents.server import build_app
 from sluice.producers.agents.state import app_state
 from sluice.producers.http.client import guarded_session
+from tests.deadlines import HANG_S
 from tests.integration.http.names import Names
 from tests.integration.rollout.conftest import QUICK
 from tests.served import Served, served
@@ -23,10 +24,10 @@ async def served_with(
     names: Names, tokenizers: dict[str, str], *hosts: str
 ) -> AsyncIterator[tuple[Served, aiohttp.ClientSession]]:
     """The server, and the session that it asks with."""
-    settings = RolloutServerConfig(tokenizers=tokenizers, tool_latency_ms=(0, 0), deadline_s=20.0, hosts=hosts)
+    settings = RolloutServerConfig(tokenizers=tokenizers, tool_latency_ms=(0, 0), deadline_s=HANG_S, hosts=hosts)
     async with (
         app_state(Config(rollout_server=settings), QUICK) as state,
-        guarded_session(state.hosts, timeout_s=10, resolver=names) as http,
+        guarded_session(state.hosts, timeout_s=HANG_S, resolver=names) as http,
     ):
         state = replace(state, http=http)
         async with open_runs(state) as runs, served(build_app(state, runs)) as server:

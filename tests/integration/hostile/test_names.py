@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -12,12 +13,14 @@ import pytest
 from aiohttp import web
 
 from sluice.pipeline import logs
-from sluice.pipeline.config.types import Config, ImagesConfig
+from sluice.pipeline.config.types import Config, GatewayConfig, ImagesConfig
 from sluice.pipeline.wire.keys import Keys
+from tests.clock import LIMIT_S, skip
 from tests.deadlines import HANG_S
 from tests.image_site import Site
 from tests.integration.gateway.harness import Gateway, serving
 from tests.integration.rollout.conftest import Serve, a_request
+from tests.roles import eventually
 
 EVIL = "r\r\nlevel=error event=forged\x1b[2J\x9b\u2028\u202e\x00\x07../%0d%0aX-Injected: 1"
 Capture = pytest.CaptureFixture[str]
@@ -59,20 +62,29 @@ async def test_a_trainers_words(serve: Serve, site: Site, capfd: Capture) -> Non
     assert_clean(capfd, "event=forged")
 
 
-async def test_the_gateway(config: Config, capfd: Capture) -> None:
+async def test_the_gateway(
+    config: Config, client: Any, keys: Keys, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = msgspec.structs.replace(config, gateway=GatewayConfig(request_timeout_s=LIMIT_S))
     async with serving(config, None) as gateway:
-        url = gateway.url + "/v1/chat/completions"
         message = {"role": "user", "content": "hi"}
-        for body in (
-            {"messages": [message], "rollout_id": EVIL},
-            {"messages": [message], "rollout_id": EVIL, "stream": True},
-            {"messages": [message], "model": EVIL},
-            {"messages": [{**message, "role": EVIL}]},
-        ):
-            async with gateway.http.post(url, json=body) as answer:
-                assert answer.status in (404, 422, 504)
+
+        async def answered(body: dict[str, Any]) -> int:
+            async with gateway.http.post(gateway.url + "/v1/chat/completions", json=body) as answer:
                 assert not any("njected" in name for name in answer.headers)
                 assert json.loads(await answer.read())["error"]["message"]
+                return answer.status
+
+        async def queued(count: int) -> bool:
+            return await client.zcard(keys.jobs) == count
+
+        assert await answered({"messages": [message], "model": EVIL}) == 404
+        assert await answered({"messages": [{**message, "role": EVIL}]}) == 422
+        for count, more in enumerate(({"rollout_id": EVIL}, {"rollout_id": EVIL + "s", "stream": True}), 1):
+            asked = asyncio.create_task(answered({"messages": [message], **more}))
+            await eventually(partial(queued, count), "its job to be queued")
+            skip(monkeypatch)
+            assert await asked == 504
         path = f"/v1/rollout/{quote(EVIL, safe='')}"
         assert (await gateway.post(path + "/finish", {"final_status": "ERROR"}))[0] == 200, "its call opened it"
         assert (await gateway.post(path + "2/finish", {"final_status": "ERROR"}))[0] == 404

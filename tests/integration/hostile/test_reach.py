@@ -115,7 +115,7 @@ async def test_a_listed_host_does_not_lead_elsewhere(serve: Serve, site: Site, f
         return web.Response(status=307, headers={"Location": site.url("/secret")})
 
     site.routes |= dict.fromkeys(("/v1/chat/completions", "/mcp"), elsewhere) | {"/secret": b"{}"}
-    async with serve(hosts=("127.0.0.1:*",), tool_timeout_s=60) as server:
+    async with serve(hosts=("127.0.0.1:*",)) as server:
         urls = {"tool_server_url": site.url("/mcp")} if field == "tool_server_url" else {}
         _, answer = await server.post("/rollout", a_request(site.url(""), **urls))
         assert answer["status"] == "ERROR"

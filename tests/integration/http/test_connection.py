@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import itertools
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 
 import pytest
 from fastapi import FastAPI, Request
@@ -14,7 +17,9 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sluice.pipeline.http.server import RESERVED, Connection
+from tests.clock import LIMIT_S, skip
 from tests.deadlines import HANG_S
+from tests.roles import eventually
 from tests.served import Served, served
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
@@ -22,13 +27,20 @@ POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
 
 
 class Hasty(Connection):
-    """The same in a tenth of a second."""
+    """The same in a tenth of a second. Only for callers who end the same way whenever they are late."""
 
     head_s, body_silent_s, body_s, write_s = 0.1, 0.1, 0.3, 0.1
 
 
+class Patient(Connection):
+    """Its limits are only reached where a test sets the clock forward."""
+
+    head_s = body_silent_s = body_s = write_s = LIMIT_S
+
+
 def application() -> FastAPI:
     app = FastAPI()
+    app.state.posts = 0  # that it has begun
 
     @app.get("/")
     async def get() -> str:
@@ -36,6 +48,7 @@ def application() -> FastAPI:
 
     @app.post("/")
     async def post(request: Request) -> int:
+        app.state.posts += 1
         return len(await request.body())
 
     @app.get("/health")
@@ -126,6 +139,20 @@ async def test_a_trailer_is_no_header() -> None:
         assert b'["connection","host","transfer-encoding"]' in answer
 
 
+async def begun(site: Served, first: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection whose first bytes were sent before the server knows of it: they can't be late."""
+    connected = socket.create_connection(("127.0.0.1", site.port))
+    connected.sendall(first)
+    return await asyncio.open_connection(sock=connected)
+
+
+async def until(holds: Callable[[], bool], cause: str) -> None:
+    async def look() -> bool:
+        return holds()
+
+    await eventually(look, cause)
+
+
 def slow(whole: bytes, piece: int = 1) -> Iterator[bytes]:
     yield from (whole[at : at + piece] for at in range(0, len(whole), piece))
 
@@ -146,17 +173,20 @@ def slow(whole: bytes, piece: int = 1) -> Iterator[bytes]:
     ],
     ids=["silent", "blank", "a byte", "slow head", "slow blanks", "no body", "slow", "long", "chunks", "half a second"],
 )
-async def test_who_does_not_go_on_is_cut_off(pieces: Iterator[bytes], pause_s: float, expected: bytes) -> None:
+async def test_who_does_not_go_on_is_cut_off(pieces: Iterable[bytes], pause_s: float, expected: bytes) -> None:
     async with served(application(), connection=Hasty) as site, asyncio.timeout(HANG_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+        left = iter(pieces)
+        reader, writer = await begun(site, next(left, b""))
 
         async def send() -> None:
-            for piece in pieces:
-                writer.write(piece)
+            for piece in left:
                 await asyncio.sleep(pause_s)
+                writer.write(piece)
 
-        sending = asyncio.create_task(send())
-        answer = await reader.read()
+        sending, answer = asyncio.create_task(send()), b""
+        with contextlib.suppress(ConnectionResetError):  # what is sent after the end is answered so
+            while piece := await reader.read(1 << 16):
+                answer += piece
         sending.cancel()
         writer.close()
         assert answer.startswith(expected)
@@ -172,34 +202,35 @@ async def test_who_does_not_read_is_cut_off() -> None:
             lost.set()
 
     async with served(application(), connection=Told) as site, asyncio.timeout(HANG_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
-        writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        reader, writer = await begun(site, b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
         await lost.wait()
         assert len(await reader.read()) < 30_000_000
         writer.close()
 
 
-class Brisk(Connection):
-    write_s = 2.0
-
-
-async def test_who_reads_slowly_gets_it_all() -> None:
-    async with served(application(), connection=Brisk) as site, asyncio.timeout(HANG_S):
+async def test_who_reads_slowly_gets_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(application(), connection=Patient) as site, asyncio.timeout(HANG_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
         writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        size = 0
+        size = reads = 0
         while piece := await reader.read(1 << 19):
-            size += len(piece)
-            await asyncio.sleep(0.05)
+            size, reads = size + len(piece), reads + 1
+            if reads <= 40:
+                skip(monkeypatch, LIMIT_S / 20)  # twice the limit in all
+                await asyncio.sleep(0.01)
         assert size > 30_000_000
+        assert reads > 40
         writer.close()
 
 
-async def test_a_body_that_the_application_does_not_read_is_nobodys_delay() -> None:
+async def test_a_body_that_the_application_does_not_read_is_nobodys_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     read = asyncio.Event()
+    made: list[Connection] = []
 
-    class Prompt(Connection):
-        head_s = body_silent_s = body_s = write_s = 2.0
+    class Kept(Patient):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            made.append(self)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -207,17 +238,24 @@ async def test_a_body_that_the_application_does_not_read_is_nobodys_delay() -> N
         await inner(scope, receive, send)
 
     inner = application()
-    async with served(app, connection=Prompt) as site, asyncio.timeout(HANG_S):
+    async with served(app, connection=Kept) as site, asyncio.timeout(HANG_S):
         size = 3_000_000
         head = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % size
         asked = asyncio.create_task(site.exchange(head + b"x" * size))
-        await asyncio.sleep(2.5)
+        await until(lambda: bool(made) and made[0].flow.read_paused, "more of the body than is taken unread")
+        for _ in range(2):
+            skip(monkeypatch)
+            await asyncio.sleep(0.05)  # what is late is cut off
         read.set()
         assert (await asked).endswith(b"3000000")
 
 
+class Two(Patient):
+    max_connections = 2
+
+
 async def test_at_the_limit_the_oldest_silent_one_makes_room() -> None:
-    class Few(Connection):
+    class Few(Patient):
         max_connections = 3
 
     async with served(application(), connection=Few) as site, asyncio.timeout(HANG_S):
@@ -230,15 +268,12 @@ async def test_at_the_limit_the_oldest_silent_one_makes_room() -> None:
 
 
 async def test_at_the_limit_of_busy_ones_the_next_is_told() -> None:
-    class Few(Connection):
-        max_connections = 2
-
-    async with served(application(), connection=Few) as site, asyncio.timeout(HANG_S):
+    app = application()
+    async with served(app, connection=Two) as site, asyncio.timeout(HANG_S):
         busy = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(2)]
         for _, writer in busy:
             writer.write(POST + b"Content-Length: 9\r\n\r\n")
-            await writer.drain()
-        await asyncio.sleep(0.05)
+        await until(lambda: app.state.posts == 2, "both to be busy")
         assert await status(site, GET + b"\r\n") == 503
         for reader, writer in busy:
             writer.write(b"123456789")
@@ -246,23 +281,27 @@ async def test_at_the_limit_of_busy_ones_the_next_is_told() -> None:
             writer.close()
 
 
-async def occupied(site: Served, count: int, scope: AsyncExitStack) -> None:
-    """So many connections whose body is under way: none of them is silent."""
-    for _ in range(count):
-        _, writer = await asyncio.open_connection("127.0.0.1", site.port)
+async def occupied(site: Served, app: FastAPI, count: int, scope: AsyncExitStack) -> None:
+    """So many connections whose body is under way: none of them is silent. Those beyond two are told that it's full."""
+    for at in range(1, count + 1):
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
         scope.callback(writer.close)
         writer.write(POST + b"Content-Length: 9\r\n\r\n")
-        await writer.drain()
-    await asyncio.sleep(0.05)
+        if at <= Two.max_connections:
+            await until(partial(_has_begun, app, at), f"{at} to be busy")
+        else:
+            assert b" 503 " in await reader.readline()
+
+
+def _has_begun(app: FastAPI, count: int) -> bool:
+    return app.state.posts == count
 
 
 @pytest.mark.parametrize("path", [b"/health", b"/metrics", b"/metrics?name=a"])
 async def test_at_the_limit_health_and_metrics_are_answered(path: bytes) -> None:
-    class Few(Connection):
-        max_connections = 2
-
-    async with served(application(), connection=Few) as site, asyncio.timeout(HANG_S), AsyncExitStack() as scope:
-        await occupied(site, 2, scope)
+    app = application()
+    async with served(app, connection=Two) as site, asyncio.timeout(HANG_S), AsyncExitStack() as scope:
+        await occupied(site, app, 2, scope)
         for _ in range(3 * RESERVED):
             assert await status(site, GET.replace(b"/ ", path + b" ") + b"Connection: close\r\n\r\n") == 200
         assert await status(site, GET.replace(b"/ ", b"/healthy ") + b"\r\n") == 503
@@ -279,12 +318,9 @@ async def test_at_the_limit_health_and_metrics_are_answered(path: bytes) -> None
 
 async def test_nobody_holds_the_places_that_are_kept_for_health() -> None:
     """Neither the silent, nor those that begin what they may not ask."""
-
-    class Few(Connection):
-        max_connections = 2
-
-    async with served(application(), connection=Few) as site, asyncio.timeout(HANG_S), AsyncExitStack() as scope:
-        await occupied(site, 2 + 2 * RESERVED, scope)
+    app = application()
+    async with served(app, connection=Two) as site, asyncio.timeout(HANG_S), AsyncExitStack() as scope:
+        await occupied(site, app, 2 + 2 * RESERVED, scope)
         for _ in range(2 * RESERVED):
             _, writer = await asyncio.open_connection("127.0.0.1", site.port)
             scope.callback(writer.close)
@@ -292,13 +328,13 @@ async def test_nobody_holds_the_places_that_are_kept_for_health() -> None:
         assert await status(site, GET.replace(b"/ ", b"/health ") + b"Connection: close\r\n\r\n") == 200
 
 
-async def test_hundreds_of_silent_ones_are_gone_and_others_are_answered_meanwhile() -> None:
-    class Prompt(Hasty):
-        head_s = 2.0  # also of the one that is to be answered
-
-    async with served(application(), connection=Prompt) as site, asyncio.timeout(HANG_S):
+async def test_hundreds_of_silent_ones_are_gone_and_others_are_answered_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with served(application(), connection=Patient) as site, asyncio.timeout(HANG_S):
         silent = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(300)]
         assert await status(site, GET + b"Connection: close\r\n\r\n") == 200
+        skip(monkeypatch)
         for reader, writer in silent:
             assert await reader.read() == b""
             writer.close()

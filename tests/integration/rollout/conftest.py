@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -17,11 +17,12 @@ from sluice.demo.tools.tokenizer import build_tokenizer
 from sluice.pipeline.config.types import Config, RolloutServerConfig, UpConfig
 from sluice.producers.agents.server import serve_until
 from sluice.producers.agents.trainer_client import Retries
-from tests.deadlines import HANG_S
+from tests.deadlines import HANG_S, RUN_S
 from tests.integration.rollout.words import save_words_tokenizer
 
 ANY_PORT = ("127.0.0.1:*", "localhost:*", "[::1]:*")  # trainers of tests have free ones
-QUICK = Retries(first_s=0.02, most_s=0.1, patience_s=0.3, ending_s=0.5)
+QUICK = Retries(first_s=0.02, most_s=0.1, patience_s=0.3, ending_s=HANG_S)
+PATIENT = replace(QUICK, patience_s=HANG_S)  # for trainers that fail and come back
 
 
 @dataclass
@@ -81,24 +82,27 @@ def words_tokenizer(tokenizer_dirs: dict[str, str]) -> Any:
 
 @pytest.fixture
 def serve(tokenizer_dirs: dict[str, str]) -> Serve:
-    """`async with serve(key=…, **rollout_server settings) as served`."""
+    """`async with serve(key=…, retries=…, **rollout_server settings) as served`."""
 
     @contextlib.asynccontextmanager
-    async def serving(*, key: str | None = None, grace_s: float = 10.0, **settings: Any) -> AsyncIterator[Served]:
+    async def serving(
+        *, key: str | None = None, grace_s: float = HANG_S, retries: Retries = QUICK, **settings: Any
+    ) -> AsyncIterator[Served]:
         chosen = {
             "tokenizers": tokenizer_dirs,
             "tool_latency_ms": (0, 0),
-            "deadline_s": 60.0,
+            "tool_timeout_s": HANG_S,
+            "deadline_s": HANG_S,
             "hosts": ANY_PORT,
         } | settings
         config = Config(rollout_server=RolloutServerConfig(**chosen), up=UpConfig(stop_grace_s=grace_s))
         drain, port = asyncio.Event(), asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(
-            serve_until(config, drain, port=0, key=key, retries=QUICK, on_ready=port.set_result)
+            serve_until(config, drain, port=0, key=key, retries=retries, on_ready=port.set_result)
         )
         await asyncio.wait({serving, port}, timeout=HANG_S, return_when=asyncio.FIRST_COMPLETED)
         try:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=RUN_S)) as http:
                 yield Served(f"http://127.0.0.1:{port.result()}", http, drain)
         finally:
             drain.set()

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -36,6 +37,12 @@ class Says:
 
 
 Answer = Callable[["ScriptedTrainer", dict[str, Any]], Awaitable[web.StreamResponse]]
+
+
+async def asleep(trainer: ScriptedTrainer, call: dict[str, Any]) -> web.StreamResponse:
+    """Never answers."""
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
 @dataclass

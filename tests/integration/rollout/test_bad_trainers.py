@@ -7,14 +7,19 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from tests.integration.rollout.conftest import Serve, a_request
-from tests.integration.rollout.peer import Answer, Says, ScriptedTrainer
+from sluice.producers.agents.tools.registry import Operation
+from tests.clock import LIMIT_S, skip
+from tests.deadlines import HANG_S
+from tests.integration.rollout.conftest import PATIENT, QUICK, Serve, a_request
+from tests.integration.rollout.peer import Answer, Says, ScriptedTrainer, asleep
 from tests.integration.rollout.test_rollouts_http import MULTIPLY
+from tests.roles import eventually
 
 KEY = "sk-very-secret-key"
 
@@ -39,10 +44,13 @@ def fixed(status: int, body: bytes = b"", headers: dict[str, str] | None = None)
     return answer
 
 
-async def asleep(trainer: ScriptedTrainer, call: dict[str, Any]) -> web.Response:
-    """Longer than anybody waits here."""
-    await asyncio.sleep(60)
-    return web.Response()
+async def called(trainer: ScriptedTrainer, count: int) -> None:
+    """Wait until it was asked so often."""
+
+    async def holds() -> bool:
+        return len(trainer.calls) == count
+
+    await eventually(holds, f"{count} calls")
 
 
 NO_ID = Says(None, [("", "add", {"a": 1, "b": 2})])
@@ -85,8 +93,8 @@ async def test_a_refusal_is_an_error_with_its_status_and_no_key(
     serve: Serve, tools_tokenizer: Any, status: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = f"the key {KEY} is refused".encode()
-    script = [fixed(status, said)]
-    async with ScriptedTrainer(tools_tokenizer, script).serving() as trainer, serve(deadline_s=4) as served:
+    script = [fixed(status, said), fixed(status, said, {"Retry-After": "3600"})]  # which is not waited for
+    async with ScriptedTrainer(tools_tokenizer, script).serving() as trainer, serve() as served:
         _, answer = await served.post("/rollout", a_request(trainer.url, callback_api_key=KEY))
         assert answer["extra_fields"] == {"error_category": REFUSALS[status], "http_status": status}
         assert "the key *** is refused" in answer["error_message"]
@@ -98,18 +106,17 @@ async def test_a_refusal_is_an_error_with_its_status_and_no_key(
 
 
 async def test_a_deadline_amid_the_last_of_many_refused_tries_names_the_refusal(
-    serve: Serve, tools_tokenizer: Any
+    serve: Serve, tools_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began = time.monotonic()
-
-    async def full_until_late(trainer: ScriptedTrainer, call: dict[str, Any]) -> web.Response:
-        if time.monotonic() - began > 0.92:
-            return await asleep(trainer, call)
-        return web.Response(status=429)
-
-    async with ScriptedTrainer(tools_tokenizer, [full_until_late]).serving() as trainer, serve(deadline_s=1) as served:
-        began = time.monotonic()
-        _, answer = await served.post("/rollout", a_request(trainer.url))
+    script, retries = [*[fixed(429)] * 4, asleep], replace(QUICK, most_s=LIMIT_S)  # any try may be the last
+    async with (
+        ScriptedTrainer(tools_tokenizer, script).serving() as trainer,
+        serve(deadline_s=LIMIT_S, retries=retries) as served,
+    ):
+        asked = asyncio.create_task(served.post("/rollout", a_request(trainer.url)))
+        await called(trainer, len(script))
+        skip(monkeypatch)
+        _, answer = await asked
         assert answer["extra_fields"] == {"error_category": "rate_limited", "http_status": 429}
 
 
@@ -130,7 +137,7 @@ async def test_a_key_that_is_cut_off_in_the_middle_is_not_shown(serve: Serve, to
 
 async def test_failures_that_pass_are_asked_again(serve: Serve, tools_tokenizer: Any) -> None:
     script = [fixed(500), fixed(502), fixed(503), Says("345")]
-    async with ScriptedTrainer(tools_tokenizer, script).serving() as trainer, serve() as served:
+    async with ScriptedTrainer(tools_tokenizer, script).serving() as trainer, serve(retries=PATIENT) as served:
         _, answer = await served.post("/rollout", a_request(trainer.url))
         assert (answer["status"], answer["metrics"]["num_llm_calls"]) == ("COMPLETED", 1)
         assert len(trainer.calls) == 4
@@ -176,28 +183,51 @@ async def test_a_dead_trainer(serve: Serve) -> None:
         assert "finish_error" in answer["extra_fields"]
 
 
-async def test_the_deadline_names_what_was_waited_for(serve: Serve, tools_tokenizer: Any) -> None:
+async def test_the_deadline_names_what_was_waited_for(
+    serve: Serve, tools_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = [MULTIPLY, asleep]
-    async with ScriptedTrainer(tools_tokenizer, script).serving() as trainer, serve(deadline_s=0.5) as served:
-        _, answer = await served.post("/rollout", a_request(trainer.url))
+    async with ScriptedTrainer(tools_tokenizer, script).serving() as trainer, serve(deadline_s=LIMIT_S) as served:
+        asked = asyncio.create_task(served.post("/rollout", a_request(trainer.url)))
+        await called(trainer, 2)
+        skip(monkeypatch)
+        _, answer = await asked
         assert answer["extra_fields"]["error_category"] == "timeout"
         assert answer["metrics"]["num_llm_calls"] == 1
         assert trainer.finished == [("r-1", "ERROR")]
 
 
-async def test_one_call_has_its_own_deadline(serve: Serve, tools_tokenizer: Any) -> None:
-    script, settings = [asleep], {"http_client_timeout_s": 0.3}
+async def test_one_call_has_its_own_deadline(
+    serve: Serve, tools_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, settings = [asleep], {"http_client_timeout_s": LIMIT_S}
     async with ScriptedTrainer(tools_tokenizer, script).serving() as trainer, serve(**settings) as served:
-        _, answer = await served.post("/rollout", a_request(trainer.url))
+        asked = asyncio.create_task(served.post("/rollout", a_request(trainer.url)))
+        await called(trainer, 1)
+        skip(monkeypatch)
+        _, answer = await asked
         assert answer["extra_fields"]["error_category"] == "timeout"
         assert "did not answer in time" in answer["error_message"]
         assert len(trainer.calls) == 1
 
 
-async def test_slow_tools_meet_the_deadline(serve: Serve, tools_tokenizer: Any) -> None:
-    settings = {"deadline_s": 0.5, "tool_latency_ms": (30_000, 30_000)}
-    async with ScriptedTrainer(tools_tokenizer, [MULTIPLY]).serving() as trainer, serve(**settings) as served:
-        _, answer = await served.post("/rollout", a_request(trainer.url))
+async def test_slow_tools_meet_the_deadline(
+    serve: Serve, tools_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = asyncio.Event()
+
+    async def never_ends(tool: Operation, arguments: dict[str, Any]) -> str:
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(Operation, "call", never_ends)
+    async with ScriptedTrainer(tools_tokenizer, [MULTIPLY]).serving() as trainer, serve(deadline_s=LIMIT_S) as served:
+        asked = asyncio.create_task(served.post("/rollout", a_request(trainer.url)))
+        async with asyncio.timeout(HANG_S):
+            await begun.wait()
+        skip(monkeypatch)
+        _, answer = await asked
         assert answer["extra_fields"]["error_category"] == "timeout"
         assert "waiting for tools: multiply" in answer["error_message"]
 
@@ -236,7 +266,7 @@ async def test_a_tokenizer_that_cannot_be_had(serve: Serve, tools_tokenizer: Any
 
 
 async def test_a_tool_server_that_is_not_there(serve: Serve, tools_tokenizer: Any) -> None:
-    async with ScriptedTrainer(tools_tokenizer, [Says("1")]).serving() as trainer, serve(tool_timeout_s=2) as served:
+    async with ScriptedTrainer(tools_tokenizer, [Says("1")]).serving() as trainer, serve() as served:
         with socket.create_server(("127.0.0.1", 0)) as closed:
             url = f"http://127.0.0.1:{closed.getsockname()[1]}/mcp"
         _, answer = await served.post("/rollout", a_request(trainer.url, tool_server_url=url))

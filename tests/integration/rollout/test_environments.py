@@ -14,11 +14,13 @@ from aiohttp import web
 from sluice import Rollout, tool
 from sluice.pipeline.config.types import RolloutServerConfig
 from sluice.pipeline.errors import ConfigError
+from sluice.producers.agents import environment
 from sluice.producers.agents.environment import Environments, environments, load_environment
+from tests.clock import LIMIT_S, skip
 from tests.deadlines import HANG_S
 from tests.integration.rollout.conftest import Serve, a_request
-from tests.integration.rollout.peer import Says, ScriptedTrainer
-from tests.integration.rollout.worlds import closed
+from tests.integration.rollout.peer import Says, ScriptedTrainer, asleep
+from tests.integration.rollout.worlds import closed, hanging
 
 HERE = "tests.integration.rollout.test_environments"
 WORLDS = "tests.integration.rollout.worlds"
@@ -53,6 +55,12 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(HANG_S):
         while not holds():  # noqa: ASYNC110 - the trainer and the environment are outside of it
             await asyncio.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def _long_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a close takes on this machine decides nothing here."""
+    monkeypatch.setattr(environment, "_CLOSE_S", HANG_S)
 
 
 Asked = Callable[..., Awaitable[tuple[dict[str, Any], ScriptedTrainer]]]
@@ -96,19 +104,34 @@ async def test_actions_lead_to_observations_until_it_is_done(ask: Asked) -> None
     [
         ("reset fails", "reset failed (OSError)"),
         ("step fails", "step failed (ValueError)"),
-        ("hangs", "did not answer within 0.5 s"),
         ("no tuple", "observation, reward, done"),
         ("nan", "finite number"),
     ],
 )
 async def test_a_failing_environment_ends_the_rollout_and_is_closed(ask: Asked, wish: str, why: str) -> None:
-    answer, trainer = await ask([Says("one")], metadata={"wish": wish}, tool_timeout_s=0.5)
+    answer, trainer = await ask([Says("one")], metadata={"wish": wish})
     assert answer["status"] == "ERROR"
     assert answer["extra_fields"]["error_category"] == "tool_error"
     assert why in answer["error_message"]
     assert "secret" not in answer["error_message"]
     assert trainer.finished == [("r-1", "ERROR")]
     assert closed == ["r-1"]
+
+
+async def test_a_step_that_does_not_end_in_time_ends_the_rollout(
+    serve: Serve, tools_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed.clear()
+    hanging.clear()
+    settings: dict[str, Any] = {"environment": f"{WORLDS}:Hanging", "tools": (), "tool_timeout_s": LIMIT_S}
+    async with ScriptedTrainer(tools_tokenizer, [Says("one")]).serving() as trainer, serve(**settings) as served:
+        asked = asyncio.create_task(served.post("/rollout", a_request(trainer.url)))
+        await until(lambda: hanging == ["r-1"] or asked.done())
+        skip(monkeypatch)
+        _, answer = await asked
+    assert (answer["status"], answer["extra_fields"]["error_category"]) == ("ERROR", "tool_error")
+    assert "step did not answer within 60 s" in answer["error_message"]
+    assert (trainer.finished, closed) == ([("r-1", "ERROR")], ["r-1"])
 
 
 async def test_messages_that_cannot_be_sent_end_their_rollout_alone(serve: Serve, tools_tokenizer: Any) -> None:
@@ -134,17 +157,17 @@ async def test_messages_that_cannot_be_sent_end_their_rollout_alone(serve: Serve
     assert (trainer.finished, closed) == ([("r-1", "ERROR"), ("other", "COMPLETED")], ["r-1", "other"])
 
 
-async def test_a_cancel_a_deadline_and_a_shutdown_close_it(serve: Serve, tools_tokenizer: Any) -> None:
+async def test_a_cancel_a_deadline_and_a_shutdown_close_it(
+    serve: Serve, tools_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed.clear()
-
-    async def hanging(trainer: ScriptedTrainer, call: dict[str, Any]) -> web.StreamResponse:
-        await asyncio.sleep(30)
-        return web.json_response({})
-
     settings: dict[str, Any] = {"environment": f"{WORLDS}:Counting", "tools": ()}
-    async with ScriptedTrainer(tools_tokenizer, [hanging]).serving() as trainer:
-        async with serve(**settings, deadline_s=1.0) as served:
-            _, late = await served.post("/rollout", a_request(trainer.url, "late"))
+    async with ScriptedTrainer(tools_tokenizer, [asleep]).serving() as trainer:
+        async with serve(**settings, deadline_s=LIMIT_S) as served:
+            asked = asyncio.create_task(served.post("/rollout", a_request(trainer.url, "late")))
+            await until(lambda: len(trainer.calls) == 1)
+            skip(monkeypatch)
+            _, late = await asked
             assert late["extra_fields"]["error_category"] == "timeout"
         assert closed == ["late"]
         async with serve(**settings, grace_s=1.0) as served:
@@ -159,7 +182,7 @@ async def test_a_cancel_a_deadline_and_a_shutdown_close_it(serve: Serve, tools_t
 async def test_in_a_process_of_its_own(ask: Asked, tmp_path: Any) -> None:
     path = tmp_path / "closed.txt"
     script = [Says("one"), Says(None, [("c", "where", {})]), Says("two"), Says("three")]
-    answer, _ = await ask(script, "Apart", metadata={"path": str(path)}, deadline_s=120.0)
+    answer, _ = await ask(script, "Apart", metadata={"path": str(path)})
     assert (answer["status"], answer["reward"]) == ("COMPLETED", 0.75), answer
     pid = int(answer["final_messages"][2]["content"].removeprefix("pid "))
     assert pid != os.getpid()
@@ -171,7 +194,7 @@ async def test_in_a_process_of_its_own(ask: Asked, tmp_path: Any) -> None:
 
 async def test_a_process_that_dies_ends_its_rollout_alone(ask: Asked, tmp_path: Any) -> None:
     metadata = {"wish": "dies", "path": str(tmp_path / "closed.txt")}
-    answer, _ = await ask([Says("one")], "Apart", metadata=metadata, deadline_s=120.0)
+    answer, _ = await ask([Says("one")], "Apart", metadata=metadata)
     assert (answer["status"], answer["extra_fields"]["error_category"]) == ("ERROR", "tool_error")
     assert "its process ended in step" in answer["error_message"]
 

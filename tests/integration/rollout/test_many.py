@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from sluice.pipeline.config.types import BrokerConfig, Config, RolloutServerConfig
+from sluice.pipeline.config.types import BrokerConfig, Config, GatewayConfig, RolloutServerConfig
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.producers.agents.tools.registry import Operation
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
+from tests.deadlines import RUN_S
 from tests.integration.gateway.agents import CALLING, assert_completed, assert_trajectory, rollout_server
 from tests.integration.gateway.harness import published, serving
 from tests.roles import run_config
@@ -63,7 +64,14 @@ def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path)
         run_dir,
         model={"path": str(source)},
         worker={"poll_s": 0.01, "max_batch": 32},
-        rollout_server=RolloutServerConfig(tools=(f"{__name__}:TOOLS",), max_concurrent_rollouts=COUNT),
+        gateway=GatewayConfig(request_timeout_s=RUN_S),
+        rollout_server=RolloutServerConfig(
+            tools=(f"{__name__}:TOOLS",),
+            max_concurrent_rollouts=COUNT,
+            http_client_timeout_s=RUN_S,
+            tool_timeout_s=RUN_S,
+            deadline_s=RUN_S,
+        ),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 closed: list[str] = []
+hanging: list[str] = []  # that are in a step which never ends
 
 
 class Counting:
@@ -24,8 +26,6 @@ class Counting:
         state["steps"] = state.get("steps", 0) + 1
         if self.wish == "step fails":
             raise ValueError("a secret")
-        if self.wish == "hangs":
-            time.sleep(1.5)
         if self.wish == "no tuple":
             return "only this"  # type: ignore[return-value]
         if self.wish == "nan":
@@ -36,6 +36,15 @@ class Counting:
 
     async def close(self) -> None:
         closed.append(self.name)
+
+
+class Hanging(Counting):
+    """Its steps never end."""
+
+    async def step(self, action: dict[str, Any], state: dict[str, Any]) -> tuple[Any, float | None, bool]:
+        hanging.append(self.name)
+        await asyncio.Event().wait()
+        raise AssertionError
 
 
 class Apart(Counting):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from sluice.pipeline.broker import connection
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.streams import Ownership, ack_batches, batch_reader
 from sluice.pipeline.config.types import BrokerConfig, Config
-from sluice.pipeline.queue import JobQueue
+from sluice.pipeline.queue import JobQueue, LeaseKeeper
 from sluice.pipeline.queue.dead_letters import Selection, drop
 from sluice.pipeline.status.descriptions import stall_text
 from sluice.pipeline.status.inspection import inspect
@@ -31,6 +32,7 @@ from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.waits import WaitKind
 from sluice.producers.submit import produce
 from sluice.workers.engine.hf import HfBackend
+from tests.deadlines import RUN_S
 from tests.decode_workers import working
 from tests.hosts.disks import SmallDisk
 from tests.integration.stalls.looking import TASK, HeldMatch, config_of, consuming, put_result, stalled, why
@@ -43,7 +45,7 @@ from tests.trainers import train_step
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
     server = KillableBroker(tmp_path_factory.mktemp("small"))
     server.start()
-    config = BrokerConfig(url=server.url, retry_for_s=60)
+    config = BrokerConfig(url=server.url, retry_for_s=RUN_S)
     asyncio.run(connection.wait_ready(config))
     yield config
     server.kill()
@@ -72,38 +74,62 @@ async def training(config: Config, source: Path) -> AsyncIterator[None]:
 async def test_every_process_waits_for_room_and_goes_on(
     settings: BrokerConfig, small: Any, keys: Keys, tmp_path: Path, source: Path, engine: HfBackend
 ) -> None:
-    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4}
+    worker = {"poll_s": 0.01, "max_batch": 4}
     sampling = {"max_new_tokens": 4}
     config = config_of(settings, keys, tmp_path, 6, model={"path": str(source)}, worker=worker, sampling=sampling)
 
     async def some_trained() -> bool:
         return (await snapshot(small, keys)).trained >= 2
 
+    async def all_wait() -> bool:
+        rows = (await why(config)).now.processes
+        if not {"trainer", "consumer-0", "worker-0"} <= {row.name for row in rows}:
+            return False
+        found = {(row.is_alive, row.wait and row.wait.kind, row.waiting_for) for row in rows}
+        return found == {(True, WaitKind.BROKER_MEMORY, "memory in the broker, which is full")}
+
     async def all_ended() -> bool:
         return (await snapshot(small, keys)).complete
 
     async with training(config, source), consuming(config), working(config, engine, "worker-0"):
         producing = asyncio.create_task(produce(config))
-        await eventually(some_trained, "the first step", 60)
+        await eventually(some_trained, "the first step")
         await small.config_set("maxmemory", 1)
         look, stall = await stalled(config, "broker_full")
         assert "writers wait" in stall_text(look.now, stall).says
         assert "maxmemory" in stall_text(look.now, stall).remedy
         assert look.verdict.state == "stalled"
-        await asyncio.sleep(2.5)  # longer than a lease and half an ownership: neither runs out
-        rows = {row.name: row for row in (await why(config)).now.processes}
-        assert {"trainer", "consumer-0", "worker-0"} <= set(rows)
-        assert all(row.is_alive for row in rows.values())
-        assert {row.wait and row.wait.kind for row in rows.values()} == {WaitKind.BROKER_MEMORY}
-        assert {row.waiting_for for row in rows.values()} == {"memory in the broker, which is full"}
+        await eventually(all_wait, "every process to say that it waits for room")
         assert not (await snapshot(small, keys)).complete
         await small.config_set("maxmemory", 0)
-        await eventually(all_ended, "the run to go on to its end", 60)
+        await eventually(all_ended, "the run to go on to its end")
         await producing
     now = await snapshot(small, keys)
     assert (now.enqueued, now.trained, now.dead, now.dropped) == (6, 6, 0, 0)
     assert now.redelivered_jobs == 0
     assert [row.name for row in now.processes] == []
+
+
+async def test_leases_are_renewed_in_a_full_broker(
+    settings: BrokerConfig, small: Any, keys: Keys, tmp_path: Path
+) -> None:
+    config = config_of(settings, keys, tmp_path, 1, worker={"lease_s": 60.0, "renew_s": 0.05})
+    await produce(config)
+    queue = JobQueue(small, keys, worker="w")
+    [claim] = (await queue.claim(1, 60, 3)).claims
+    await small.config_set("maxmemory", 1)
+    first = await small.zscore(keys.leases, claim.job_id)
+    keeper = LeaseKeeper(config, queue, time.monotonic, lambda *lost: None)
+    keeper.hold(claim)
+    keeper.start()
+
+    async def renewed() -> bool:
+        return await small.zscore(keys.leases, claim.job_id) > first
+
+    try:
+        await eventually(renewed, "the lease to be renewed")
+    finally:
+        keeper.stop()
 
 
 READ_ONLY = {
@@ -140,7 +166,7 @@ async def test_a_broker_whose_disk_is_full_is_the_cause_and_goes_on_once_there_i
     server = KillableBroker(disk.directory)
     try:
         server.start()
-        config = config_of(BrokerConfig(url=server.url, retry_for_s=60), keys, tmp_path, 2)
+        config = config_of(BrokerConfig(url=server.url, retry_for_s=RUN_S), keys, tmp_path, 2)
         async with role_of(config, "worker", "worker-0") as role:
             await produce(config)
             disk.fill()

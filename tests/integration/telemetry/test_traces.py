@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, TracingConfig
 from sluice.pipeline.queue import NO_LIMIT, JobQueue
 from sluice.pipeline.status.snapshot import snapshot
-from sluice.pipeline.telemetry import genai
+from sluice.pipeline.telemetry import genai, tracing
 from sluice.pipeline.telemetry.spans import Span, batch_ref, root_of, step_ref
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import TrainingBatch, decode
@@ -29,6 +30,7 @@ from sluice.producers.source import Row
 from sluice.producers.submit import job_of
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
+from tests.deadlines import HANG_S
 from tests.decode_workers import working
 from tests.integration.gateway.harness import serving
 from tests.otlp_collector import collecting
@@ -38,6 +40,12 @@ from tests.tiny_tokenizer import tiny_codec
 from tests.trainers import train_step
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process has not sent seconds after its end is dropped."""
+    monkeypatch.setattr(tracing, "_CLOSE_S", HANG_S)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +170,7 @@ async def test_a_run_s_spans_arrive_with_both_attempts_of_a_job_whose_worker_was
 
 
 async def test_nothing_waits_for_a_collector_that_is_away_and_what_is_lost_is_counted(
-    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never says a word
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -173,8 +181,15 @@ async def test_nothing_waits_for_a_collector_that_is_away_and_what_is_lost_is_co
             spans = [
                 Span(stage="job", ref=ref.child(number), start=now, end=now, role="worker") for number in range(2000)
             ]
+            looked, export = threading.Event(), role.tracing._export
+
+            def held(batch: list[Span]) -> bool:
+                return looked.wait(HANG_S) and export(batch)
+
+            monkeypatch.setattr(role.tracing, "_export", held)
             role.tracing.send(spans)
             assert role.tracing.dropped <= 1400  # what the queue has no room for; none of the rest was waited for
+            looked.set()
 
             async def counted() -> bool:
                 return role.status.row.facts.get("spans_dropped", 0) >= 1400 + 512

@@ -17,7 +17,9 @@ from sluice.pipeline.errors import ConfigError
 from sluice.producers.agents.server import watch_loop
 from sluice.producers.agents.tools import Tool, ToolBox, ToolError, load_tools, tool
 from sluice.producers.agents.tools.registry import MAX_RESULT_CHARS
+from tests.clock import LIMIT_S, skip
 from tests.deadlines import HANG_S
+from tests.roles import eventually
 
 
 def call(name: str, arguments: Any = "{}", id_: str = "c1") -> dict[str, Any]:
@@ -134,19 +136,21 @@ async def test_whatever_a_tool_raises_is_a_message_and_its_words_are_the_logs(
     assert contents[4] == "Error: fails cancelled itself; try another way"
 
 
-async def test_a_tool_that_does_not_answer_is_left() -> None:
-    left = asyncio.Event()
+async def test_a_tool_that_does_not_answer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, left = asyncio.Event(), asyncio.Event()
 
     async def hangs() -> str:
         """Never ends."""
+        begun.set()
         try:
             return await asyncio.Event().wait() and ""
         finally:
             left.set()
 
-    assert await said(hangs, timeout_s=0.05) == (
-        "Error: hangs did not answer within 0.05 s; ask for less, or try another way"
-    )
+    asked = asyncio.create_task(said(hangs, timeout_s=LIMIT_S))
+    await begun.wait()
+    skip(monkeypatch)
+    assert await asked == "Error: hangs did not answer within 60 s; ask for less, or try another way"
     assert left.is_set()
 
 
@@ -189,23 +193,32 @@ async def test_a_plain_function_that_hangs_takes_no_place_of_another() -> None:
     assert {one["content"] for one in await hanging} == {"null"}, "the clock of one starts when it does"
 
 
+GATE, INSIDE = threading.Event(), list[int]()
+
+
 @tool
-def waits_for_another() -> str:
-    """Ends when as many run as its barrier wants."""
-    TOGETHER.wait(5)
-    return "met"
+def waits_at_the_gate() -> str:
+    """Ends when the gate is open."""
+    INSIDE.append(1)
+    GATE.wait(HANG_S)
+    return "through"
 
 
-TOGETHER = threading.Barrier(3)
+@pytest.mark.parametrize("threads", [2, 3])
+async def test_the_threads_of_a_plain_function_are_those_of_the_configuration(threads: int) -> None:
+    async def are_inside() -> bool:
+        return len(INSIDE) >= threads
 
-
-@pytest.mark.parametrize(("threads", "said_of_it"), [(3, "met"), (2, "Error: waits_for_another failed")])
-async def test_the_threads_of_a_plain_function_are_those_of_the_configuration(threads: int, said_of_it: str) -> None:
-    TOGETHER.reset()
-    here = "tests.unit.producers.agents.tools.test_tool_box:waits_for_another"
-    box = load_tools(RolloutServerConfig(tools=(here,), tool_threads=threads, tool_timeout_s=30))
-    messages = await box.run([call("waits_for_another", id_=f"c{at}") for at in range(3)])
-    assert all(one["content"].startswith(said_of_it) for one in messages), messages
+    GATE.clear()
+    INSIDE.clear()
+    here = "tests.unit.producers.agents.tools.test_tool_box:waits_at_the_gate"
+    box = load_tools(RolloutServerConfig(tools=(here,), tool_threads=threads, tool_timeout_s=HANG_S))
+    running = asyncio.create_task(box.run([call("waits_at_the_gate")] * (threads + 1)))
+    await eventually(are_inside, f"{threads} calls at once")
+    await asyncio.sleep(0.1)  # one too many would begin now
+    assert len(INSIDE) == threads
+    GATE.set()
+    assert [one["content"] for one in await running] == ["through"] * (threads + 1)
 
 
 async def test_the_clock_of_a_plain_function_starts_when_it_does() -> None:
@@ -222,20 +235,22 @@ async def test_the_clock_of_a_plain_function_starts_when_it_does() -> None:
 
 
 async def test_a_tool_that_blocks_the_loop_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    async def computes() -> str:
-        """Without a pause."""
-        time.sleep(0.3)  # noqa: ASYNC251 - the fault that is looked for
-        return "done"
+    logged, watchers = "", list[threading.Thread]()
 
-    with watch_loop(0.05) as watch:
-        (message,) = await ToolBox([tool(computes)], 20).run([call("computes")])
-    logged = ""
-    async with asyncio.timeout(HANG_S):
-        while "is blocked" not in logged:
-            await asyncio.sleep(0.01)
-            logged += capsys.readouterr().err
-    assert message["content"] == "done"
-    assert watch.blocked == 1
+    async def computes() -> int:
+        """Without a pause, until that is noticed."""
+        nonlocal logged
+        until = time.monotonic() + HANG_S
+        with watch_loop(0.05) as watch:  # within it, so that nothing else is named
+            watchers.append(watch.thread)
+            while "is blocked" not in logged and time.monotonic() < until:
+                time.sleep(0.2)  # noqa: ASYNC251 - the fault that is looked for
+                logged += capsys.readouterr().err
+            return watch.blocked
+
+    (message,) = await ToolBox([tool(computes)], HANG_S).run([call("computes")])
+    await asyncio.to_thread(watchers[0].join, HANG_S)  # its last words are of this test
+    assert message["content"] == "1", "however long it lasts"
     assert 'task="tool computes"' in logged
     assert "in computes" in logged
 
