@@ -103,7 +103,10 @@ def test_the_real_thing_is_tested() -> None:
 _DEADLINE = re.compile(
     r"asyncio\.timeout\(\d\d|wait_for\(.*, \d\d[\d.]*\)|monotonic\(\) \+ \d\d"
     r"|(?<!gate)\.(?:wait|communicate|result|join|terminate)\((?:timeout=)?\d\d|(?:text=True|check=\w+),.* timeout=\d\d"
+    r"|eventually\(.*[\"'], [\d.]+\)|ClientTimeout\((?:total=)?\d|set_default_timeout\(\d|set_options\(timeout=\d"
 )
+_TIME = r"\w+(?:_ms|_s|seconds)(?:_p\d\d)?(?:\"\])*"
+_TIMES_COMPARED = re.compile(rf"assert .*{_TIME} (?:<|>) [a-z_]+(?:\[\"\w+\"\])*\[\"{_TIME}")
 _OTHER_DEADLINES = ("tests/soak/", "tests/clients/talks/", "tests/gpu/")
 
 
@@ -112,6 +115,12 @@ def test_deadlines_of_tests_are_far_off() -> None:
     here = {p: text for p, text in sources().items() if p.startswith("tests/") and not p.startswith(_OTHER_DEADLINES)}
     lines = [(p, n, line) for p, text in here.items() for n, line in enumerate(text.splitlines(), 1)]
     assert_none([f"{p}:{n}: use tests.deadlines: {line.strip()}" for p, n, line in lines if _DEADLINE.search(line)])
+
+
+def test_no_time_that_was_measured_is_compared_with_another() -> None:
+    """Which of two took longer is up to the machine."""
+    lines = [(p, n, line) for p, text in sources().items() for n, line in enumerate(text.splitlines(), 1)]
+    assert_none([f"{p}:{n}: {line.strip()}" for p, n, line in lines if _TIMES_COMPARED.search(line)])
 
 
 @pytest.mark.parametrize(
