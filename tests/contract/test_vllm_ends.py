@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from tests.contract.vllm_fixtures import cores, make_vllm
 from tests.deadlines import HANG_S
 
 ROOT = Path(__file__).parents[2]
+CONTEXT = 1 << 14
 OWNER = """
 import asyncio, sys
 from pathlib import Path
@@ -39,29 +42,39 @@ sys.stdin.read()
 
 
 async def _running(backend: VllmBackend) -> asyncio.Task[SequenceOutput]:
-    """A decode that has begun and would go on for long."""
+    """A decode that has begun and would go on for a minute."""
     begun = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def report(piece: Progress) -> None:
         loop.call_soon_threadsafe(begun.set)
 
-    asked = request([5, 6, 7], 1, temperature=1.0, max_new_tokens=250)
-    task = asyncio.create_task(backend.decode(replace(asked, report_every=1, report=report)))
+    asked = request([5, 6, 7], 1, temperature=1.0, max_new_tokens=CONTEXT - 3)
+    task = asyncio.create_task(backend.decode(replace(asked, report_every=1, report=report, eos_token_ids=())))
     await asyncio.wait_for(begun.wait(), HANG_S)
     return task
 
 
 async def _start(model_dir: Path) -> tuple[VllmBackend, Any]:
     before = cores()
-    backend = make_vllm(model_dir)
+    backend = make_vllm(model_dir, kv_cache_gb=0.05)
     await backend.start()
     [core] = cores() - before
     return backend, core
 
 
-async def test_close_ends_what_runs_and_leaves_no_process(model_dir: Path) -> None:
-    backend, core = await _start(model_dir)
+@pytest.fixture(scope="module")
+def long_model_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with room for long answers."""
+    directory = tmp_path_factory.mktemp("long") / "model"
+    shutil.copytree(model_dir, directory)
+    settings = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": CONTEXT}))
+    return directory
+
+
+async def test_close_ends_what_runs_and_leaves_no_process(long_model_dir: Path) -> None:
+    backend, core = await _start(long_model_dir)
     task = await _running(backend)
     await backend.close()
     with pytest.raises(EngineError, match="closed"):
@@ -73,8 +86,8 @@ async def test_close_ends_what_runs_and_leaves_no_process(model_dir: Path) -> No
         await backend.decode(request([1]))
 
 
-async def test_a_killed_core_fails_what_runs_with_its_cause(model_dir: Path) -> None:
-    backend, core = await _start(model_dir)
+async def test_a_killed_core_fails_what_runs_with_its_cause(long_model_dir: Path) -> None:
+    backend, core = await _start(long_model_dir)
     task = await _running(backend)
     os.kill(core.pid, signal.SIGINT)  # Ctrl-C is for its owner
     assert (await backend.decode(request([1], max_new_tokens=3))).finish_reason == "length"

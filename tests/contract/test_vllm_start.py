@@ -21,7 +21,7 @@ from sluice.pipeline.errors import ConfigError, EngineError, ModelError, SluiceE
 from sluice.workers.engine.vllm import VllmBackend
 from sluice.workers.engine.vllm.startup import EngineLog, start_engine
 from tests.contract.vllm_fixtures import cores, make_vllm, vllm_options
-from tests.deadlines import HANG_S
+from tests.deadlines import RUN_S
 from tests.tiny_models import save_tiny_model
 
 
@@ -145,7 +145,7 @@ def test_a_script_with_a_guard_starts_an_engine_and_one_without_is_told(
         SCRIPT.replace("MODEL", str(model_dir)) + ('if __name__ == "__main__":\n    ' * guarded) + "main()\n"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=HANG_S, env=env)
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=RUN_S, env=env)
     if guarded:
         assert ended.stdout == "started\n"
     else:

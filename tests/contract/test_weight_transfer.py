@@ -24,7 +24,7 @@ from tests.contract.engine_fixtures import reference, reference_logprobs, run
 from tests.contract.stock_vllm import PROMPT
 from tests.contract.test_midflight import endless
 from tests.contract.versions import own_weights_again
-from tests.deadlines import HANG_S
+from tests.deadlines import RUN_S
 from tests.tiny_models import save_tiny_model
 
 __all__ = ["own_weights_again"]
@@ -49,7 +49,7 @@ def test_a_vllm_that_is_not_ours_takes_versions(tmp_path: Path, processes: str) 
         **{"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
     }
     command = [sys.executable, "-m", "tests.contract.stock_vllm", *map(str, models)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, done.stderr[-2000:]
     shown = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for label, model, found in zip(("default", "1"), models, shown, strict=True):

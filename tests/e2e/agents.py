@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack
 from tests.e2e.processes import BIN, Process
 from tests.e2e.stack import Row, Stack
@@ -18,6 +19,7 @@ from tests.tool_models import CONVERSATIONS, tool_model
 
 KEYS = {"SLUICE_GATEWAY_API_KEY": "gateway-secret", "SLUICE_ROLLOUT_API_KEY": "rollout-secret"}
 CALLING = [one for one in CONVERSATIONS if one.calls]
+_ROLLOUT_S = 2 * RUN_S  # its server and its worker may have to start in it
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +47,7 @@ def agent_stack(make_stack: MakeStack, model: Path, rows: list[Row], **sections:
         "trainer": {"learning_rate": 1e-6, "keep_rollouts": None},
         "gateway": {"count": 1, "port": gateway},
         "rollout_server": {"count": 1, "port": server, "tool_latency_ms": [0, 5]},
-        "rollout": {"url": f"http://127.0.0.1:{server}", "max_concurrent": 8, "timeout_s": 60},
+        "rollout": {"url": f"http://127.0.0.1:{server}", "max_concurrent": 8, "timeout_s": _ROLLOUT_S},
     }
     stack = make_stack(rows, "exact_answer", **ours)
     return stack.configure(**sections)

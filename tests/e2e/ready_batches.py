@@ -55,10 +55,10 @@ def text_samples(step: int) -> list[TrainingSample]:
     ]
 
 
-def hand_on(stack: Stack, samples_of: SamplesOf, steps: int) -> None:
-    """Two samples per step."""
+def hand_on(stack: Stack, samples_of: SamplesOf, steps: int, first: int = 0) -> None:
+    """Two samples per step, from the first to the end of the run."""
     client = stack.client()
-    for step in range(steps):
+    for step in range(first, steps):
         samples = samples_of(step)
         client.xadd(stack.keys.batches, {"b": encode(TrainingBatch(batch_id=str(step), samples=samples))})
         for name in ("enqueued", "accepted"):

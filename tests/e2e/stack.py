@@ -30,6 +30,7 @@ from tests.e2e.processes import BIN, Process, end_all, environment, launch, mark
 
 Row = dict[str, Any]
 STOPPED = 128 + signal.SIGTERM  # of a role that was asked to stop
+ENDLESS = {"epochs": 100_000}  # data of a run that is never over before `end_data`
 
 
 def settings(run: str, directory: Path, model: Path, data: Path, task: str) -> dict[str, Any]:
@@ -139,6 +140,13 @@ class Stack:
             asked = process.name.startswith(("worker", "arq"))
             assert process.wait() in ((0, STOPPED) if asked else (0,)) or process.expendable, process.tail()
         return now
+
+    def end_data(self) -> None:
+        """The data end with the epoch reached. No producer may run: the next one reads that."""
+        with self.client() as client:
+            raw: Any = client
+            cursor: bytes = raw.hget(self.keys.source, "cursor")
+        self.configure(data={"epochs": int(cursor.split(b":")[0]) + 1})
 
     def leased(self) -> dict[str, str]:
         """Job id → name of the worker that holds it now."""

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from sluice.pipeline.files import write_atomic
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.stack import Stack
 
@@ -35,7 +36,8 @@ def test_a_malformed_line_stops_the_run_and_is_named(make_stack: MakeStack) -> N
 
 def test_everything_wrong_is_said_before_anything_starts(make_stack: MakeStack) -> None:
     """A model that isn't there, a bad line far from the first, functions that don't import or always fail, a typo."""
-    stack = make_stack(detection_rows(5000), embedded=True)
+    patient = {"max_s": RUN_S}  # a check that isn't over in time is no problem
+    stack = make_stack(detection_rows(5000), embedded=True, preflight=patient)
     spoil_line(stack, 5000)
     (stack.directory / "own.py").write_text("def match(parsed, truth, ctx):\n    raise RuntimeError('boom')\n")
     own = ["--set", "rollout_matching.match=own:match"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from tests.e2e.processes import Process, wait_gone
 from tests.e2e.stack import Stack
 
 EXAMPLE = Path(__file__).parents[2] / "examples/custom_trainer.py"
+AHEAD = 24  # sequences: as far as the producer may be ahead of the loop
 
 
 @dataclass
@@ -45,10 +48,14 @@ def ended(tmp_path_factory: pytest.TempPathFactory, broker_config: BrokerConfig,
     stack.configure(trainer={"external": True}, data={"path": str(saved)})
     try:
         run = stack.start("run")
+        now = stack.wait(lambda now: now.enqueued == AHEAD and now.alive("producer"), "the producer to be ahead")
+        [producer] = now.alive("producer")
+        os.kill(producer.pid, signal.SIGSTOP)  # the first loop can't come to the end of the run
         first = loop(stack)
         stack.wait(lambda now: (now.latest_version or 0) >= 2, "two versions of the first loop")
         first.kill()
         held = stack.snapshot()
+        os.kill(producer.pid, signal.SIGCONT)
         second = loop(stack)
         assert run.wait() == 0, stack.report(stack.snapshot())
         assert second.wait() == 0, second.tail()

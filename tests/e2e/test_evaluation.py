@@ -14,7 +14,7 @@ from sluice.pipeline.status.run_end import read_end
 from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, text_rows
 from tests.e2e.processes import Process, wait_gone
-from tests.e2e.stack import Stack
+from tests.e2e.stack import ENDLESS, Stack
 
 ROOT = Path(__file__).parents[2]
 _HELD_OUT = 4
@@ -33,7 +33,7 @@ def run_command(stack: Stack, reward: str, *settings: str) -> Process:
         "producer.samples_per_version": 8,
         "producer.max_in_flight": 16,
         "producer.max_staleness": 0,
-        "weights.retention": 3,  # the evaluator finds the first version when it starts after two steps
+        "weights.retention": 3,
         "worker.claim_gpu": "false",
         "scorer.count": 0,
         "consumer.row_tokens": 256,
@@ -52,6 +52,22 @@ def run_command(stack: Stack, reward: str, *settings: str) -> Process:
     return stack.sluice("run", "-c", str(ROOT / "configs/rewards.yaml"), *given, *sets)
 
 
+def reward_that_waits(stack: Stack) -> str:
+    """The example's. Nothing is trained before the first version is evaluated, which is retired three steps later."""
+    evaluated = str(stack.run_dir / "evals.jsonl")
+    (stack.directory / "waits.py").write_text(f"""
+import time
+from pathlib import Path
+from sluice.examples.own_reward import score as own
+
+def score(text, truth, row):
+    while not str(row["id"]).startswith("h") and not Path({evaluated!r}).exists():
+        time.sleep(0.01)
+    return own(text, truth, row)
+""")
+    return f"{stack.directory}/waits.py:score"
+
+
 def results(stack: Stack) -> list[dict[str, float]]:
     return [json.loads(line) for line in (stack.run_dir / "evals.jsonl").read_text().splitlines()]
 
@@ -62,7 +78,10 @@ def rows(count: int) -> list[dict[str, object]]:
 
 def test_a_run_ends_with_the_evaluation_of_its_last_version_and_keeps_the_best(make_stack: MakeStack) -> None:
     stack = make_stack(rows(16))
-    first = run_command(stack, "sluice.examples.own_reward:score", "eval.metric=reward_mean")
+    reward = reward_that_waits(stack)
+    patient = f"rollout_matching.reward_timeout_s={RUN_S}"
+    # Before the run there is nothing to wait for: its checks try the reward on no row.
+    first = run_command(stack, reward, "eval.metric=reward_mean", patient, "preflight.max_s=0")
     assert first.wait(RUN_S) == 0, first.tail()
     assert "complete: enqueued 64, trained 64, dead 0, dropped 0" in first.text()
     steps = read_steps(stack.run_dir / "metrics.jsonl")
@@ -83,7 +102,7 @@ def test_a_run_ends_with_the_evaluation_of_its_last_version_and_keeps_the_best(m
     assert ":eval-" not in (stack.run_dir / "trained.jsonl").read_text()
     assert json.loads((stack.run_dir / "summary.json").read_text())["evaluated"] == 2 * _HELD_OUT * len(versions)
     before = (stack.run_dir / "evals.jsonl").read_bytes()
-    second = run_command(stack, "sluice.examples.own_reward:score", "eval.metric=reward_mean")
+    second = run_command(stack, reward, "eval.metric=reward_mean", patient)
     assert second.wait(RUN_S) == 0, second.tail()
     assert (stack.run_dir / "evals.jsonl").read_bytes() == before
     wait_gone(stack.mark)
@@ -94,17 +113,17 @@ def test_a_run_whose_evaluations_get_no_better_stops_and_goes_on_with_more_patie
     (stack.directory / "same.py").write_text("def score(text, truth, row):\n    return 1.0\n")
     reward = f"{stack.directory}/same.py:score"
     kept = "weights.retention=100"  # the first version is evaluated, however late the evaluator starts
-    first = run_command(stack, reward, "eval.patience=2", kept)
+    first = run_command(stack, reward, "eval.patience=2", kept, f"data.epochs={ENDLESS['epochs']}")
     assert first.wait(RUN_S) == 0, first.tail()
     assert "stopped: eval/pass@1 has not risen above 1 (v0) in 2 evaluations (eval.patience 2)" in first.text()
-    steps = read_steps(stack.run_dir / "metrics.jsonl")
-    assert len(steps) < 20, "of the 20 that the data are enough for"
     end = read_end(stack.run_dir)
     assert end is not None
     assert (end.state, end.exit_code, "eval.patience" in end.cause) == ("stopped", 0, True)
     assert len(results(stack)) == 3
-    second = run_command(stack, reward, "eval.patience=100", kept)
+    stack.end_data()
+    epochs = stack.config.data.epochs
+    second = run_command(stack, reward, "eval.patience=100", kept, f"data.epochs={epochs}")
     assert second.wait(RUN_S) == 0, second.tail()
-    assert "complete: enqueued 160, trained 160, dead 0, dropped 0" in second.text()
+    assert f"complete: enqueued {160 * epochs}, trained {160 * epochs}, dead 0, dropped 0" in second.text()
     assert len(results(stack)) > 3
     wait_gone(stack.mark)

@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray
+from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack
 from tests.e2e.processes import Process, marked
-from tests.e2e.ready_batches import LENGTH, STEPS, TOLERANCE, apart, ready_run, text_samples
+from tests.e2e.ready_batches import LENGTH, STEPS, TOLERANCE, apart, hand_on, ready_run, text_samples
 from tests.e2e.stack import Stack
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OWN = {"external": True, "rank_timeout_s": 60.0, "batch_wait_s": 30.0}
-LONG = 30  # steps of a run that is not over when it is seen to have begun
 
 
 def loop(stack: Stack, ranks: int) -> Process:
@@ -42,6 +42,12 @@ def assert_each_once(stack: Stack, steps: int = STEPS) -> None:
     assert len(counted) == 2 * steps
     assert set(counted.values()) == {1}
     assert stack.snapshot().trained == 2 * steps
+
+
+def expect_more(stack: Stack) -> None:
+    """What was handed on is not the end of the run."""
+    with contextlib.closing(stack.client()) as client:
+        client.hdel(stack.keys.source, "exhausted")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -75,18 +81,19 @@ def test_a_batch_without_any_weight_has_a_loss_of_0(make_stack: MakeStack) -> No
 
 
 def test_all_ranks_wait_for_a_batch_as_long_as_one_process_does(make_stack: MakeStack) -> None:
-    stack = ready_run(make_stack, trainer={**OWN, "rank_timeout_s": 10.0}, steps=1)
-    with contextlib.closing(stack.client()) as client:
-        client.hdel(stack.keys.source, "exhausted")
+    # A rank that heard nothing of rank 0 would give it up before the second of these.
+    stack = ready_run(make_stack, trainer={**OWN, "rank_timeout_s": 25.0, "batch_wait_s": 32.0}, steps=1)
+    expect_more(stack)
     process = loop(stack, 2)
     assert process.wait() != 0
     assert "version 1: " in process.text()
-    assert f"DeadlineExceeded: no training batch for {OWN['batch_wait_s']:.0f} s" in process.text(), process.tail()
+    assert "DeadlineExceeded: no training batch for 32 s" in process.text(), process.tail()
     assert "RankLost" not in process.text()
 
 
 def test_a_killed_rank_ends_the_loop_and_the_next_one_goes_on(make_stack: MakeStack) -> None:
-    stack = ready_run(make_stack, trainer=OWN, steps=LONG)
+    stack = ready_run(make_stack, trainer={**OWN, "batch_wait_s": RUN_S}, steps=STEPS)
+    expect_more(stack)  # it can't be over before the kill
     first = loop(stack, 2)
     first.expendable = True
     stack.wait(lambda _: "version 2: " in first.text(), "two versions")
@@ -94,7 +101,8 @@ def test_a_killed_rank_ends_the_loop_and_the_next_one_goes_on(make_stack: MakeSt
         with contextlib.suppress(OSError):  # it ended meanwhile
             if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 os.kill(pid, signal.SIGKILL)
-    assert first.wait() != 0, "it was over before the kill"
+    assert first.wait() != 0, first.tail()
+    hand_on(stack, text_samples, 2 * STEPS, first=STEPS)
     last = loop(stack, 1)
     assert last.wait() == 0, last.tail()
-    assert_each_once(stack, LONG)
+    assert_each_once(stack, 2 * STEPS)

@@ -72,7 +72,7 @@ def no_memory_groups() -> str | None:
 
 
 def _remove(group: Path) -> None:
-    until = time.monotonic() + 5
+    until = time.monotonic() + HANG_S
     while group.exists():
         with contextlib.suppress(OSError):
             for pid in (group / "tasks").read_text().split():

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import secrets
-import signal
 import time
 from pathlib import Path
 
 import redis
+from msgspec.structs import replace
 
 from sluice.pipeline.broker import connection
 from sluice.pipeline.broker.embedded import find_server
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.status.snapshot import Snapshot
-from tests.deadlines import RUN_S
+from tests.chaos.blows import PATIENT
+from tests.deadlines import HANG_S, RUN_S
 from tests.e2e.processes import BIN, Process, end_all, environment, launch
-from tests.e2e.stack import Row, Stack
+from tests.e2e.stack import ENDLESS, STOPPED, Row, Stack
 from tests.hosts.network import Direction, Host, Network
 
 PORT = 6379
-AHEAD = 24  # sequences that the producer may be ahead of the trainer
 BROKER, HUB = "broker", "hub"  # the hub: producer, consumer and trainer
 _SETTINGS = """\
 bind {address}
@@ -67,7 +67,10 @@ class HostBroker:
 
 
 class HostStack(Stack):
-    """A run over a network; the test itself reaches the broker from the broker's host, whatever is cut."""
+    """A run over a network, without end until `finish`.
+
+    The test itself reaches the broker from the broker's host, whatever is cut.
+    """
 
     def __init__(self, directory: Path, network: Network, model: Path, rows: list[Row]) -> None:
         self.network = network
@@ -76,8 +79,9 @@ class HostStack(Stack):
         # A broker that does not answer is given up soon, so that tests of it are short.
         self.configure(
             broker={"socket_timeout_s": 1.5, "connect_timeout_s": 1.0},
-            worker={"max_attempts": 1, "lease_s": 1.5, "renew_s": 0.3},  # a lost lease is nobody's death
+            worker={**PATIENT, "lease_s": 1.5, "renew_s": 0.3},
             sampling={"max_new_tokens": 150},
+            data=ENDLESS,
         )
         self._server.wait_ready()
 
@@ -90,22 +94,32 @@ class HostStack(Stack):
         """Start one role where producer, consumer and trainer are."""
         return self.start_on(HUB, role)
 
-    def start_paused_run(self, worker_host: str) -> tuple[Process, Process]:
-        """Start all roles on the hub and a worker; returns the worker and the producer.
+    def start_run(self, worker_host: str, **env: str) -> Process:
+        """Start all roles on the hub and a worker, with this in its environment; returns the worker."""
+        worker = self.start_on(worker_host, "worker", **env)
+        for role in ("produce", "consume", "train"):
+            self.start_on_hub(role)
+        return worker
 
-        The producer is stopped when it is as far ahead of the trainer as it may, so that the run cannot end before it
-        goes on.
-        """
-        worker, producer = self.start_on(worker_host, "worker"), self.start_on_hub("produce")
-        self.start_on_hub("consume")
-        self.wait(lambda now: now.enqueued == AHEAD, "the producer to be as far ahead as it may")
-        producer.signal(signal.SIGSTOP)
-        self.start_on_hub("train")
-        return worker, producer
+    def finish(self, deadline_s: float = RUN_S) -> Snapshot:
+        """Let the run come to its end with the epoch reached; until now nothing may have ended by itself."""
+        ended = [one for one in self.processes if one.popen.poll() is not None and not one.expendable]
+        assert not ended, [process.tail() for process in ended]
+        [producer] = [process for process in self.processes if process.name.startswith("produce")]
+        producer.expendable = True
+        assert producer.terminate(deadline_s) == STOPPED, producer.tail()
+        self.end_data()
+        self.start_on_hub("produce")
+        return super().finish(deadline_s)
 
     def cut(self, host: str, direction: Direction = "both") -> None:
         """Cut a host off from the broker: what it sends (there), what it is sent (back), or both is lost."""
         self.network.cut(self.network.hosts[host], self.network.hosts[BROKER], direction)
+
+    @property
+    def broker_config(self) -> BrokerConfig:
+        """The test's own way to it is never cut."""
+        return replace(super().broker_config, socket_timeout_s=HANG_S, connect_timeout_s=HANG_S)
 
     def client(self) -> redis.Redis:
         with self.network.hosts[BROKER].inside():

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 from tests.e2e.fixtures import detection_rows
 from tests.e2e.processes import Process
 from tests.e2e.stack import STOPPED
 from tests.hosts.conftest import MakeHosts
-from tests.hosts.host_stack import AHEAD, HostStack
+from tests.hosts.host_stack import HostStack
 
 pytestmark = pytest.mark.chaos
 
@@ -30,41 +28,49 @@ def assert_still_the_same(stack: HostStack, worker: Process) -> None:
 
 
 def test_a_worker_cut_off_in_both_directions_is_replaced_refused_and_goes_on(make_hosts: MakeHosts) -> None:
-    stack = make_hosts(detection_rows(40), "one", "two")
-    cut_off, producer = stack.start_paused_run("one")
+    stack = make_hosts(detection_rows(16), "one", "two")
+    cut_off = stack.start_run("one")
     lost = stack.cut_while_it_holds_jobs("one", cut_off, "both")
     other = stack.start_on("two", "worker")
     assert taken_over(stack, cut_off, lost, 0) >= len(lost)
-    stack.wait(lambda now: now.committed == AHEAD, "the other worker to do what there is")
+    wait_for_more(stack, "the other worker to go on")
     let_back(stack, cut_off)
     other.expendable = True
     assert other.terminate() == STOPPED
-    producer.signal(signal.SIGCONT)
+    wait_for_more(stack, "the one that was cut off to go on alone")
     end = stack.finish()
     assert cut_off.popen.poll() == STOPPED  # it was asked to, at the end: the rest of the run was its work alone
-    assert (end.committed, end.dead) == (40, 0)
+    assert (end.committed, end.dead) == (len(stack.expected()), 0)
     stack.assert_exactly_once()
 
 
 def test_workers_cut_off_in_one_direction_replace_each_other(make_hosts: MakeHosts) -> None:
     """First what the one says is lost, then what the other is told."""
-    stack = make_hosts(detection_rows(64), "one", "two")
-    mute, producer = stack.start_paused_run("one")
+    stack = make_hosts(detection_rows(16), "one", "two")
+    mute = stack.start_run("one")
     lost = stack.cut_while_it_holds_jobs("one", mute, "there")
     deaf = stack.start_on("two", "worker")
     assert taken_over(stack, mute, lost, 0) >= len(lost)
     let_back(stack, mute)
-    producer.signal(signal.SIGCONT)
     while True:
-        held = stack.cut_while_it_holds_jobs("two", deaf, "back")
-        if taken_over(stack, deaf, held, stack.snapshot().redelivered_jobs):
+        stack.cut_while_it_holds_jobs("two", deaf, "back")
+        stack.wait(lambda _: not stack.held_by(deaf), "the other worker to take over")
+        before = refused(deaf)
+        stack.network.mend()
+        stack.wait(lambda _, before=before: refused(deaf) > before or stack.held_by(deaf), "the worker to go on")
+        if refused(deaf) > before:  # else a call that reached the broker had committed all that it held
             break
-        stack.network.mend()  # a call that reached the broker had committed them all
-    let_back(stack, deaf)
+    assert_still_the_same(stack, deaf)
     end = stack.finish()
     assert (mute.popen.poll(), deaf.popen.poll()) == (STOPPED, STOPPED)
-    assert (end.committed, end.dead) == (64, 0)
+    assert (end.committed, end.dead) == (len(stack.expected()), 0)
     stack.assert_exactly_once()
+
+
+def wait_for_more(stack: HostStack, cause: str) -> None:
+    """Wait until more is committed than now."""
+    before = stack.snapshot().committed
+    stack.wait(lambda now: now.committed > before, cause)
 
 
 def taken_over(stack: HostStack, worker: Process, lost: set[str], given: int) -> int:

@@ -32,20 +32,18 @@ def relays() -> Iterator[list[Relay]]:
 def test_a_link_that_drops_and_a_one_way_stall_are_named_and_cost_nothing(
     make_hosts: MakeHosts, relays: list[Relay]
 ) -> None:
-    stack = make_hosts(detection_rows(64), "one")
+    stack = make_hosts(detection_rows(16), "one")
     broker, host = stack.network.hosts[BROKER], stack.network.hosts["one"]
     with broker.inside():
         relays.append(Relay(broker.address, RELAY_PORT, (broker.address, PORT)))
     near = (stack.broker_url or "").replace(f":{PORT}/", f":{RELAY_PORT}/")
-    worker = stack.start_on("one", "worker", REDIS_URL=near)
-    for role in ("produce", "consume", "train"):
-        stack.start_on_hub(role)
+    worker = stack.start_run("one", REDIS_URL=near)
     stack.wait(lambda now: now.trained >= 8, "a first step")
     for harm in (lambda: stack.network.unplug(host), lambda: relays[0].stall(host.address, "back")):
         bear(stack, worker, harm)
     end = stack.finish()
     assert worker.popen.poll() == STOPPED  # the whole run was its work alone
-    assert (end.committed, end.dead) == (64, 0)
+    assert (end.committed, end.dead) == (len(stack.expected()), 0)
     stack.assert_exactly_once()
 
 

@@ -32,7 +32,7 @@ from sluice.pipeline.wire.messages import DeadLetter, SamplingParams, SequenceRe
 from sluice.workers.fleet import members_of, work_for_all
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.contract.test_adapters import make
-from tests.deadlines import HANG_S
+from tests.deadlines import HANG_S, RUN_S
 from tests.factories import decode_job, sequence_result
 from tests.integration.test_blame import die
 from tests.roles import eventually, run_config
@@ -70,7 +70,7 @@ class Fleet:
     async def now(self, run: str) -> Snapshot:
         return await snapshot(self.client, self.runs[run])
 
-    async def over(self, run: str, count: int, within_s: float = 60.0) -> None:
+    async def over(self, run: str, count: int, within_s: float = RUN_S) -> None:
         async def holds() -> bool:
             now = await self.now(run)
             return now.committed + now.dead >= count
@@ -223,14 +223,14 @@ async def test_vllm_serves_runs_with_an_adapter_each_and_one_moves_on_alone(
     for run in ("poetry", "prose", "plain"):
         await fleet.enqueue(run, "a", "b", n=2)
     async with fleet.working():
-        await asyncio.gather(*(fleet.over(run, 4, 300.0) for run in ("poetry", "prose", "plain")))  # vLLM starts first
+        await asyncio.gather(*(fleet.over(run, 4) for run in ("poetry", "prose", "plain")))  # vLLM starts first
         models["next"] = make(source, tmp_path / "next", 9)
         await fleet.publish("poetry", tmp_path / "next", 2)
 
         async def loaded() -> bool:
             return (await fleet.now("poetry")).processes[0].facts.get("version") == 2
 
-        await eventually(loaded, "the next version of one run", 120.0)
+        await eventually(loaded, "the next version of one run", RUN_S)
         for run in ("poetry", "prose"):
             await fleet.enqueue(run, "late", n=2)
         await asyncio.gather(fleet.over("poetry", 6), fleet.over("prose", 6))

@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.deadlines import HANG_S
 
 CHROMIUM = Path("/usr/bin/chromium")
+_HANG_MS = 1000 * HANG_S
+expect.set_options(timeout=_HANG_MS)
 
 
 @contextlib.contextmanager
@@ -31,7 +36,6 @@ class Watched:
 
     def __init__(self, page: Page, url: str) -> None:
         self.page, self.url, self.faults = page, url, list[str]()
-        page.set_default_timeout(60_000)
         page.on("console", lambda message: self._note(message.type in ("error", "warning"), message.text))
         page.on("pageerror", lambda error: self._note(True, str(error)))
         page.on("request", lambda one: self._note(urlsplit(one.url).netloc != urlsplit(url).netloc, f"asks {one.url}"))
@@ -49,10 +53,18 @@ class Watched:
 @contextlib.contextmanager
 def watched(browser: Browser, url: str, *, width: int = 1280, scripts: bool = True) -> Iterator[Watched]:
     """A fresh window; a fault of any page in it fails the test."""
-    context = browser.new_context(viewport={"width": width, "height": 800}, java_script_enabled=scripts)
-    try:
-        seen = Watched(context.new_page(), url)
+    with window(browser, viewport={"width": width, "height": 800}, java_script_enabled=scripts) as page:
+        seen = Watched(page, url)
         yield seen
         assert seen.faults == []
+
+
+@contextlib.contextmanager
+def window(browser: Browser, **options: Any) -> Iterator[Page]:
+    """A fresh one that nobody watches."""
+    context = browser.new_context(**options)
+    context.set_default_timeout(_HANG_MS)
+    try:
+        yield context.new_page()
     finally:
         context.close()

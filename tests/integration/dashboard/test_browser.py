@@ -15,7 +15,7 @@ pytest.importorskip("playwright", reason="playwright is not installed (`make set
 from playwright.sync_api import Browser, Page, expect
 
 from tests.dashboard_site import Site
-from tests.integration.dashboard.browsing import chromium, watched
+from tests.integration.dashboard.browsing import chromium, watched, window
 
 LINKS = ("Sequences", "Jobs", "Processes", "Weights", "Dead letters", "Config", "Runs", "Overview")
 _LABELLED = """
@@ -150,16 +150,12 @@ def test_everything_is_there_without_scripts(browser: Browser, site: Site) -> No
 
 
 def test_a_page_says_that_its_server_is_gone(browser: Browser, site: Site) -> None:
-    with site.another() as port:
-        context = browser.new_context()
-        page = context.new_page()
-        page.goto(f"http://127.0.0.1:{port}/")
-        expect(page.locator("#fresh")).to_have_text(re.compile(r"\d\d:\d\d:\d\d UTC"))
-        expect(page.locator("#lost")).to_be_hidden()
-    try:
-        expect(page.locator("#lost")).to_have_text(re.compile(r"Connection lost. Last update \d\d:"), timeout=60_000)
-    finally:
-        context.close()
+    with window(browser) as page:
+        with site.another() as port:
+            page.goto(f"http://127.0.0.1:{port}/")
+            expect(page.locator("#fresh")).to_have_text(re.compile(r"\d\d:\d\d:\d\d UTC"))
+            expect(page.locator("#lost")).to_be_hidden()
+        expect(page.locator("#lost")).to_have_text(re.compile(r"Connection lost. Last update \d\d:"))
 
 
 def learn(directory: Path, steps: int) -> None:

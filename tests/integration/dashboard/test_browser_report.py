@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +10,12 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed (`make setup` does)")
 
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, expect
 
 from sluice.demo import report
 from sluice.demo.tasks import load_task
 from tests.demo_runs import report_of
-from tests.integration.dashboard.browsing import chromium, watched
+from tests.integration.dashboard.browsing import chromium, watched, window
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +38,13 @@ def test_its_curves_are_drawn_from_the_file_alone(browser: Browser, page_url: st
         assert page.locator(".chart .plot canvas").count() == count
         assert page.locator("#curves").get_attribute("data-drawn") == str(count)
         heldout = page.locator('figure[data-key="heldout"]')
-        before = heldout.locator(".lines .place").text_content()
+        place = heldout.locator(".lines .place")
+        assert place.text_content() == ""
         heldout.locator(".u-over").hover()
-        assert (before, (heldout.locator(".lines .place").text_content() or "")[:5]) == ("", "step ")
+        expect(place).to_have_text(re.compile("^step "))
         page.get_by_role("button", name="Time").click()
         heldout.locator(".u-over").hover()
-        assert (heldout.locator(".lines .place").text_content() or "").endswith(" min")
+        expect(place).to_have_text(re.compile(" min$"))
 
 
 def test_the_kill_is_drawn_on_every_curve(browser: Browser, page_url: str, tmp_path: Path) -> None:
@@ -79,7 +81,6 @@ def test_without_scripts_every_curve_is_a_still_picture(browser: Browser, page_u
 def test_a_script_that_is_not_its_own_is_refused(browser: Browser, page_url: str) -> None:
     path = Path(page_url.removeprefix("file://"))
     path.write_text(path.read_text().replace("</main>", "<script>document.title = 'taken'</script></main>"))
-    page = browser.new_page()
-    page.goto(page_url)
-    assert page.title().startswith("Sluice demo")
-    page.close()
+    with window(browser) as page:
+        page.goto(page_url)
+        assert page.title().startswith("Sluice demo")

@@ -25,7 +25,7 @@ PATH = "/events?show=verdict,overview,nonsense"
 
 @contextlib.contextmanager
 def stream(port: int) -> Iterator[http.client.HTTPResponse]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_S)
     connection.request("GET", PATH)
     try:
         yield connection.getresponse()

@@ -34,7 +34,7 @@ def until(site: Site, path: str, words: str) -> str:
     """The page once it says so."""
     deadline = time.monotonic() + HANG_S
     while words not in (text := get(site, path).text):
-        assert time.monotonic() < deadline, f"waited 60 s for {words!r} on {path}"
+        assert time.monotonic() < deadline, f"waited {HANG_S:.0f} s for {words!r} on {path}"
         time.sleep(0.1)
     return text
 
