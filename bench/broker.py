@@ -27,11 +27,11 @@ T = TypeVar("T")
 AMPLE = Credit(max_in_flight=10**9, samples_per_version=10**9, max_staleness=1, max_bytes=1 << 50)
 CHUNK = 100  # jobs a call
 IN_FLIGHT = 4
-_PAUSED_S = 120.0  # a process that was stopped must not consider its connections dead
+PAUSED_S = 120.0  # a process that was stopped must not consider its connections dead
 
 
 def run_config(run: str, url: str) -> Config:
-    return Config(run=run, broker=BrokerConfig(url=url, socket_timeout_s=_PAUSED_S))
+    return Config(run=run, broker=BrokerConfig(url=url, socket_timeout_s=PAUSED_S))
 
 
 @dataclass(frozen=True)

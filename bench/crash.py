@@ -5,7 +5,8 @@
 
 - Both are whole runs with an embedded broker, in directories of their own, with one run name: ids and seeds are equal.
 - Kills are due when the run has committed so many sequences, so that they spread over all of it. Who is killed goes
-  round the roles in a random order; a process that is starting is skipped.
+  round the roles in a random order; a role whose turn it is and that isn't up is waited for.
+- Rewards of the last rows wait until all kills are done: a late kill finds every role at work, the producer too.
 - Every other kill of the trainer waits until it has published a version that no checkpoint holds.
 - Extra tokens are those of killed attempts. How far such a sequence was when its worker died isn't known: it's
   estimated from the pace at which it was decoded again, and bounded by its length.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -32,7 +34,7 @@ import numpy as np
 
 from sluice.bench.harness import HOME, BenchPlan, say, until, write_rows
 from sluice.bench.models import demo_model
-from sluice.bench.processes import Fleet, run_settings
+from sluice.bench.processes import START_S, Fleet, run_settings
 from sluice.consumers.history.files import history_directory
 from sluice.consumers.history.reader import HistoryReader
 from sluice.consumers.history.records import JobRow, SequenceFilter, SequenceRow
@@ -51,10 +53,10 @@ RUN = "crash"
 ROLES = ("broker", "producer", "worker", "consumer", "scorer", "trainer")
 _GROUP, _BATCH, _TOKENS = 2, 8, 48
 _WORKERS, _STALENESS, _CHECKPOINT_EVERY = 2, 2, 3
-_START_S, _STUCK_S = 120.0, 240.0
-_GAP_S = 60.0  # for the trainer to publish without a checkpoint
+_STUCK_S = 240.0
 _END_S = 900.0
 _LOOK_S = 0.02
+_HOLD = "BENCH_CRASH_HOLD"  # variable: a file with the first row that has to wait for its reward
 _SHOWN, _PAGE = 10, 200
 _LOSSES = ("train/loss", "policy/loss", "train/grad_norm", "policy/reward_mean")
 
@@ -65,11 +67,24 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
     seed: int = 0  # of the order of the kills, and of the run
 
     QUICK = {"kills": 6, "steps": 6}
-    BOUNDS = {"kills": (0, 1000), "seed": (0, 1 << 31)}
+    BOUNDS = {"kills": (0, 1000), "steps": (3 + _STALENESS, math.inf), "seed": (0, 1 << 31)}
+
+    @property
+    def steps_held(self) -> int:
+        """Before the first row that is held: the producer has a row left then, and the last version no checkpoint."""
+        most = self.steps - 2 - _STALENESS
+        return most - (most % _CHECKPOINT_EVERY == 0)
 
 
-def reward(text: str, truth: Any, row: dict[str, Any]) -> float:
+async def reward(text: str, truth: Any, row: dict[str, Any]) -> float:
     """What a random model's answers differ in: the share of characters that are vowels or digits."""
+
+    async def is_free() -> bool:
+        with contextlib.suppress(KeyError, FileNotFoundError):
+            return row["id"] < int(Path(os.environ[_HOLD]).read_text())
+        return True
+
+    await until(is_free, "all kills", _END_S)
     return sum(character in "aeiou0123456789" for character in text) / max(1, len(text))
 
 
@@ -83,14 +98,18 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
     data = home / "rows.jsonl"
     write_rows(data, (f"Say something about {number}." for number in range(plan.steps * _BATCH // _GROUP)), None)
     found: dict[str, Outcome] = {}
-    kills = Kills(0, [])
+    kills, hold = Kills(0, []), home / "hold"
     for side in ("undisturbed", "killed"):
         config = _config(plan, home / side, data)
         started = time.monotonic()
         async with Fleet("run", _made(home / side)) as fleet:
-            await fleet.start(sluice_command("run", *_options(plan, home / side, data)), {"REDIS_URL": ""})
+            if side == "killed":
+                hold.write_text(str(plan.steps_held * _BATCH // _GROUP))
+            command = sluice_command("run", *_options(plan, home / side, data))
+            await fleet.start(command, {"REDIS_URL": "", _HOLD: str(hold)})
             if side == "killed":
                 kills = await Killer(plan, config, fleet).run()
+                hold.unlink()
             await _ended(fleet)
         found[side] = await asyncio.to_thread(outcome, config, time.monotonic() - started)
         say(f"{side}: {len(found[side].steps)} steps in {found[side].seconds:.0f} s, {len(kills.done)} kills")
@@ -126,6 +145,7 @@ def _settings(plan: Plan, home: Path, data: Path) -> list[str]:
         f"producer.group_size={_GROUP}", f"producer.samples_per_version={_BATCH}",
         f"producer.max_staleness={_STALENESS}", f"sampling.max_new_tokens={_TOKENS}",
         "policy.enabled=true", "rollout_matching.reward=sluice.bench.crash:reward", "trainer.keep_rollouts=null",
+        f"rollout_matching.reward_timeout_s={_END_S}", "rollout_matching.reward_concurrency=64",
         "trainer.learning_rate=0.001", f"trainer.checkpoint_every={_CHECKPOINT_EVERY}",
         f"weights.retention={_STALENESS + _CHECKPOINT_EVERY + 1}",
         "up.max_restarts=1000", "up.restart_backoff_s=0.1", "up.restart_backoff_max_s=0.2", "preflight.max_s=0",
@@ -183,14 +203,14 @@ class Killer:
 
     async def run(self) -> Kills:
         """All kills of the plan. Raises DeadlineExceeded where the run doesn't move, SluiceError where it ends."""
-        total = self._plan.steps * _BATCH
+        last = (self._plan.steps_held + 1 + _STALENESS) * _BATCH  # committed while rows are held
         async with _broker(self._config) as client:
             keys, committed = Keys(RUN), -1
             while len(self._kills.done) < self._plan.kills:
                 now = await snapshot(client, keys)
                 if now.committed != committed:
                     committed, self._moved = now.committed, time.monotonic()
-                due = (len(self._kills.done) + 0.5) * total / (self._plan.kills + 1)
+                due = (len(self._kills.done) + 0.5) * last / (self._plan.kills + 1)
                 if committed >= due:
                     await self._strike(now)
                 self._check()
@@ -201,15 +221,14 @@ class Killer:
         self._fleet.check()
         if time.monotonic() - self._moved > _STUCK_S:
             done = len(self._kills.done)
-            raise DeadlineExceeded(f"after {done} kills nothing was decoded for {_STUCK_S:.0f} s")
+            raise DeadlineExceeded(f"after {done} kills nothing was decoded or killed for {_STUCK_S:.0f} s")
 
     async def _strike(self, now: Snapshot) -> None:
         """Kill one process of a role that was killed least, if one is up."""
-        up = self._up(now)
-        if not up:
-            return
-        least = min(self._counts[role] for role in up)
+        up, least = self._up(now), min(self._counts[role] for role in ROLES)
         due = sorted(role for role in up if self._counts[role] == least)
+        if not due:
+            return
         role = "producer" if "producer" in due else self._dice.choice(due)  # it ends before the others
         name, pid = self._dice.choice(up[role])
         if role == "trainer" and self._counts[role] % 2 == 0:
@@ -224,6 +243,7 @@ class Killer:
         self._kills.between += is_between
         self._counts[role] += 1
         self._dead.add(pid)
+        self._moved = time.monotonic()
         say(f"kill {len(self._kills.done)}: {name} at {now.committed} sequences" + (", between" if is_between else ""))
 
     def _up(self, now: Snapshot) -> dict[str, list[tuple[str, int]]]:
@@ -245,7 +265,8 @@ class Killer:
 
     async def _wait_between(self) -> None:
         with contextlib.suppress(DeadlineExceeded):
-            await until(self._has_gap, "a version without a checkpoint", _GAP_S, every_s=_LOOK_S)
+            what, check = "a version without a checkpoint", self._fleet.check
+            await until(self._has_gap, what, _STUCK_S, every_s=_LOOK_S, check=check)
 
     async def _has_gap(self) -> bool:
         return self._is_between()
@@ -273,7 +294,7 @@ async def _broker(config: Config) -> AsyncGenerator[Any]:
     async def has_card() -> bool:
         return _card(config) is not None
 
-    await until(has_card, "the run's broker", _START_S, every_s=_LOOK_S)
+    await until(has_card, "the run's broker", START_S, every_s=_LOOK_S)
     url, _ = _card(config) or ("", 0)
     client = connection.connect(msgspec.structs.replace(config.broker, url=url), RUN)
     try:

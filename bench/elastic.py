@@ -45,7 +45,6 @@ _CHECKPOINT = 64  # tokens
 _DRAIN_S, _LEASE_S = 20.0, 15.0
 _KILLED_OF = 3  # replacements, of which one is killed
 _LOOK_S = 0.5
-_END_S = 180.0  # until the last results arrive
 _AIMS = {"rate_share": (">=", 0.9), "redone_share": ("<=", 0.01), "lost": ("<=", 0)}
 
 
@@ -59,7 +58,10 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
     starts: int = 3  # of a worker on an idle machine
     vllm: bool = True
 
-    QUICK = {"workers": 1, "rounds": 1, "window_s": 24.0, "life_s": 12.0, "max_batch": 4, "starts": 1, "vllm": False}
+    QUICK = {
+        "workers": 1, "rounds": 1, "window_s": 24.0, "life_s": 12.0, "grace_s": START_S, "max_batch": 4, "starts": 1,
+        "vllm": False,
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
         if not self.replacements:
@@ -110,11 +112,16 @@ async def measure(plan: Plan, home: Path) -> dict[str, Any]:
                     if side == "disturbed":
                         await workers.replace_all(plan)
                     await asyncio.sleep(max(0.0, began + plan.window_s - time.monotonic()))
+
+                    async def some_arrived() -> bool:
+                        return feed.tokens > tokens
+
+                    await until(some_arrived, f"results, {side}", START_S, check=workers.check)
                     return Window(feed.tokens - tokens, time.monotonic() - began)
 
                 windows = await play(plan.rounds, SIDES, one, show=lambda window: f"{window.tok_s:.0f} tok/s")
                 feed.stop()
-                await until(feed.is_done, "the last results", _END_S, check=workers.check)
+                await until(feed.is_done, "the last results", START_S, check=workers.check)
     return {**fields(windows, feed, workers), **_starts(alone, workers)}
 
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from sluice.bench.broker import AMPLE, Broker, chunks, own_broker
 from sluice.bench.fairness import entitled, jain
-from sluice.bench.harness import HOME, BenchPlan, aim, beside, play, ratios, say, spread
+from sluice.bench.harness import HOME, BenchPlan, aim, beside, play, ratios, say, spread, until
 from sluice.bench.models import demo_model
-from sluice.bench.processes import Fleet
+from sluice.bench.processes import START_S, Fleet
 from sluice.pipeline.config.load import resolved_yaml
 from sluice.pipeline.config.types import (
     BrokerConfig,
@@ -202,7 +202,12 @@ async def _flow(
         await asyncio.sleep(plan.seconds / 2)
         first, at = await _all_tokens(broker, demands), time.monotonic()
         await asyncio.sleep(plan.seconds / 2)
-        rate = (sum((await _all_tokens(broker, demands)).values()) - sum(first.values())) / (time.monotonic() - at)
+
+        async def decoded() -> float:
+            return sum((await _all_tokens(broker, demands)).values()) - sum(first.values())
+
+        await until(decoded, "the first tokens", START_S, every_s=_LOOK_S, check=fleet.check)
+        rate = await decoded() / (time.monotonic() - at)
         feeding.set()
         await asyncio.sleep(plan.seconds / 2)
         before, asked, at = (
@@ -211,15 +216,21 @@ async def _flow(
             time.monotonic(),
         )
         await asyncio.sleep(plan.seconds)
-        least, until = _LEAST_TOKENS * len(demands), at + _LONGEST * plan.seconds
-        while sum((await _all_tokens(broker, demands)).values()) - sum(before.values()) < least:
-            if time.monotonic() > until:
-                break
-            await asyncio.sleep(_LOOK_S)
-        after, seconds = await _all_tokens(broker, demands), time.monotonic() - at
+        least, late = _LEAST_TOKENS * len(demands), at + _LONGEST * plan.seconds
+        got, new, seconds = dict[str, float](), dict[str, float](), 0.0
+
+        async def is_over() -> bool:
+            """A share is of what was asked for and got in this time: no run may have one without the other."""
+            nonlocal got, new, seconds
+            after, seconds = await _all_tokens(broker, demands), time.monotonic() - at
+            got = {name: after[name] - before[name] for name in after}
+            new = {each.name: math.inf if math.isinf(each.share) else each.asked - asked[each.name] for each in demands}
+            is_long = sum(got.values()) >= least or time.monotonic() > late
+            return is_long and all((got[name] > 0) == (new[name] > 0) for name in got)
+
+        limit_s = _LONGEST * plan.seconds + START_S
+        await until(is_over, "each run to get what it asks for", limit_s, every_s=_LOOK_S, check=fleet.check)
         fleet.check()
-    got = {name: after[name] - before[name] for name in after}
-    new = {each.name: math.inf if math.isinf(each.share) else each.asked - asked[each.name] for each in demands}
     return got, new, seconds
 
 

@@ -48,6 +48,7 @@ MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "image"}
 
 _MAX_BATCH = 32
 _SEED = 21
+_STEP_S = 0.1  # of a running sequence while others are still being prepared
 
 
 class Plan(BenchPlan, frozen=True, kw_only=True):
@@ -225,17 +226,24 @@ class Stages:
         """While every sequence runs, the weights become those of `second`."""
         async with self._engine("towers", names) as (backend, made, _):
             before = backend.features.computed
-            started, all_started, loop = set[str](), asyncio.Event(), asyncio.get_running_loop()
+            started, loop = set[str](), asyncio.get_running_loop()
+            loading: asyncio.Future[asyncio.Task[None]] = loop.create_future()
+
+            async def load() -> None:
+                loading.set_result(asyncio.create_task(backend.load_weights(second, 1)))
+                await asyncio.sleep(0)  # the engine has it after this
 
             def note(seq_key: str, _progress: Any) -> None:
+                """In the engine's thread: no sequence ends before the last one began and the load was asked for."""
                 started.add(seq_key)
-                if len(started) == len(names) * self._plan.group:
-                    loop.call_soon_threadsafe(all_started.set)
+                if len(started) < len(names) * self._plan.group:
+                    time.sleep(_STEP_S)
+                elif not loading.done():
+                    asyncio.run_coroutine_threadsafe(load(), loop).result(START_S)
 
             decoding = asyncio.create_task(self._decode(backend, made, 4 * self._plan.new_tokens, note))
             async with asyncio.timeout(START_S):
-                await all_started.wait()
-            await backend.load_weights(second, 1)
+                await (await loading)
             outputs = await decoding
             if any(set(output.versions) != {0, 1} for output in outputs):
                 raise SluiceError("a sequence ended before the new weights came, or began after; measure again")

@@ -23,7 +23,7 @@ from sluice.bench.broker import Broker, enqueue, new_job, own_broker
 from sluice.bench.engines import loaded
 from sluice.bench.harness import HOME, BenchPlan, median_of, percentile, play, ratios, say
 from sluice.bench.models import demo_model
-from sluice.bench.processes import Fleet, Parent, run_settings
+from sluice.bench.processes import START_S, Fleet, Parent, run_settings
 from sluice.pipeline.broker.streams import result_reader
 from sluice.pipeline.config import load_config
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
@@ -36,7 +36,7 @@ SHORTEST, LONGEST = 32, 128  # new tokens; random weights seldom end earlier
 _STRIDE = 37  # coprime to the span of lengths, so neighbours differ a lot
 _LATENCY_LOAD = 0.5  # share of the saturated rate
 _WARM_TOKENS, _WARM_ROUNDS = 32, 5
-_BARE_S, _IDLE_S = 600.0, 120.0
+_BARE_S = 600.0
 
 
 class Plan(BenchPlan, frozen=True, kw_only=True):
@@ -306,8 +306,8 @@ class Sink:
             if arrivals := await self.take():
                 last = time.monotonic()
                 found += arrivals
-            elif time.monotonic() - last > _IDLE_S:
-                raise DeadlineExceeded(f"no result for {_IDLE_S:.0f} s; {len(found)} of {count} arrived")
+            elif time.monotonic() - last > START_S:
+                raise DeadlineExceeded(f"no result for {START_S:.0f} s; {len(found)} of {count} arrived")
         return found
 
     async def take(self) -> list[Arrival]:

@@ -195,13 +195,13 @@ class Fleet:
     async def __aexit__(self, *_: object) -> None:
         await self.end()
 
-    async def end(self) -> None:
-        """Send SIGTERM, and SIGKILL to those that haven't ended soon after."""
+    async def end(self, grace_s: float = _GRACE_S) -> None:
+        """Send SIGTERM, and SIGKILL to those that haven't ended after the grace."""
         self._send(signal.SIGTERM)
         self._send(signal.SIGCONT)
         ends = asyncio.gather(*(process.wait() for process in self.processes))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(ends), _GRACE_S)
+            await asyncio.wait_for(asyncio.shield(ends), grace_s)
         self._send(signal.SIGKILL)
         await ends
 

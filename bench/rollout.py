@@ -43,7 +43,7 @@ from sluice.bench.http import first_text_s, free_ports, open_session, post, unti
 from sluice.bench.models import NUM_TURNS, TURN_TOKENS, agent_model, conversation, prompt_text
 from sluice.bench.processes import Fleet, engine_environment, run_settings
 from sluice.pipeline.config import load_config
-from sluice.pipeline.config.types import GatewayConfig
+from sluice.pipeline.config.types import GatewayConfig, WorkerConfig
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.pipeline.prompts.turn_tokens import Renderer
@@ -56,6 +56,7 @@ MODEL_NAME = "policy"
 _TOOLS: list[Any] = [{"type": "function", "function": {"name": "multiply"}}]
 _EVERY = GatewayConfig().stream_tokens
 _WARM_PAIRS, _WARM_TURNS = 5, 2
+_LEASE_S = 60.0  # of `turns`: a worker that was still for a while has room for its conversations all the same
 _AIMS = {
     "added_ms_p50": ("<=", 5.0), "rollouts_vs_direct": (">=", 0.95), "prefix_reused_share": (">=", 0.9),
     "turn_latency_vs_none": ("<=", 0.5), "gateway_vs_vllm_serve": (">=", 1.0),
@@ -82,6 +83,8 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
     gateways: int = 2
     conversations: int = 4  # at once
     conversation_turns: int = 10
+    conversation_batch: int = 2  # worker.max_batch of `turns`
+    prefix_wait_s: float = WorkerConfig().prefix_wait_s  # of `turns`, with affinity
     system_words: int = 400  # of the prompt that all conversations begin with
     reply_words: int = 30  # of what follows each answer
     turn_tokens: int = 32
@@ -94,8 +97,8 @@ class Plan(BenchPlan, frozen=True, kw_only=True):
     QUICK = {
         "prompt_words": 8, "pairs": 5, "streamed_pairs": 2, "call_tokens": 8, "large": False, "rollouts": 6,
         "warm_rollouts": 2, "rounds": 1, "rollout_batch": 8, "tool_latency_ms": (1, 2), "workers": 2, "gateways": 1,
-        "conversations": 2, "conversation_turns": 3, "system_words": 40, "reply_words": 4, "turn_tokens": 8,
-        "requests": 8, "concurrency": 4, "request_tokens": 8,
+        "conversations": 2, "conversation_turns": 3, "conversation_batch": 4, "prefix_wait_s": 600.0,
+        "system_words": 40, "reply_words": 4, "turn_tokens": 8, "requests": 8, "concurrency": 4, "request_tokens": 8,
     }  # fmt: skip
 
 
@@ -170,9 +173,10 @@ async def _rollouts(plan: Plan, bench: Bench) -> dict[str, Any]:
 
 
 async def _turns(plan: Plan, bench: Bench) -> dict[str, Any]:
-    batch = max(2, 2 * plan.conversations // plan.workers)
+    batch = plan.conversation_batch
     run = {side: settings(bench.home, bench.model, "hf", batch, plan, run=f"bench-{side}") for side in ("with", "none")}
-    run["none"] += ["worker.prefix_cache_mb=0", "worker.prefix_wait_s=0"]
+    run["with"] += [f"worker.prefix_wait_s={plan.prefix_wait_s}", f"worker.lease_s={_LEASE_S}"]
+    run["none"] += ["worker.prefix_cache_mb=0", "worker.prefix_wait_s=0", f"worker.lease_s={_LEASE_S}"]
     async with _conversing(bench, run["with"], plan) as kept, _conversing(bench, run["none"], plan) as none:
         return await turns(bench.session, {"with": kept, "none": none}, plan)
 

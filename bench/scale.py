@@ -7,6 +7,7 @@
 - flow: rows, producer, consumer, history and the trainer's session are the real ones.
 - `us_per_sequence`: mean over the sequences that end at a mark, from trained count to trained count.
 - `traffic`: the roles' connections bear their names, so the broker itself says what each of them cost it.
+- The trainer waits for a look at the start and behind the last two marks: a late one finds every role still there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import contextlib
 import math
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from sluice.bench.broker import Broker, chunks, decode_job, enqueue, in_flight, own_broker, run_config
+from sluice.bench.broker import PAUSED_S, Broker, chunks, decode_job, enqueue, in_flight, own_broker, run_config
 from sluice.bench.harness import HOME, BenchPlan, beside, by_count, say, until, write_rows
 from sluice.bench.models import demo_model
-from sluice.bench.processes import Fleet, Parent, memory_bytes, run_settings
+from sluice.bench.processes import START_S, Fleet, Parent, memory_bytes, run_settings
 from sluice.bench.queue.race import noop
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.pipeline import logs
@@ -48,7 +50,7 @@ _RENEW_S = 5.0  # of worker.renew_s
 _SETTLE_S = 3.0
 _SAMPLES, _FEWEST_SAMPLES = 500, 50  # of one batch; the last batch is full too
 _TOMBSTONE_S = 2.0
-_LOOK_S, _STUCK_S, _EXPIRY_S = 0.05, 120.0, 30.0
+_LOOK_S, _EXPIRY_S = 0.05, 30.0
 _OTHER_KEYS = 10  # expiring keys: claims of roles
 
 
@@ -146,6 +148,8 @@ class Marks:
         self.marks = (self.span, 10 * self.span, 100 * self.span)  # each is the end of its span
         self.batch = min(_SAMPLES, max(_FEWEST_SAMPLES, self.span // 10))  # each costs the trainer an fsync
         self.rows = count + 8 * self.batch  # more than measured: the run must not drain before the last mark
+        # Trained counts at which the trainer waits for a look; so far behind a mark that it's not in the time of one.
+        self.stops = (0, *(mark + 4 * self.batch for mark in self.marks[1:]))
         self._trained: list[int] = []
         self._at: list[float] = []
 
@@ -177,6 +181,7 @@ async def flow(marks: Marks, broker: Broker, home: Path, plan: Plan) -> dict[str
         f"producer.samples_per_version={marks.batch}", f"producer.max_in_flight={8 * marks.batch}",
         "producer.max_staleness=2", f"worker.max_batch={plan.max_batch}", f"worker.keep_result_s={_TOMBSTONE_S}",
         "trainer.external=true", "metrics.enabled=false",
+        f"broker.socket_timeout_s={PAUSED_S}",  # a new connection would count from 0
         *(("policy.enabled=true", "policy.advantage=reward") if plan.policy else ()),
     )  # fmt: skip
     start_bytes = await broker.used_bytes()
@@ -185,7 +190,7 @@ async def flow(marks: Marks, broker: Broker, home: Path, plan: Plan) -> dict[str
         fleets = {role: await scope.enter_async_context(Fleet(role, home)) for role in roles}
         watch = _Watch(marks, broker, fleets)
         url = {role: broker.url_as(role) for role in roles}
-        await fleets["trainer"].start_child(serve_trainer, [settings], {"REDIS_URL": url["trainer"]})
+        await fleets["trainer"].start_child(serve_trainer, [settings, marks.stops], {"REDIS_URL": url["trainer"]})
         await fleets["worker"].start_child(serve_engine, [settings, plan.tokens], {"REDIS_URL": url["worker"]})
         await fleets["consumer"].start_role("consume", settings, url["consumer"])
         await fleets["producer"].start_role("produce", settings, url["producer"])
@@ -198,7 +203,9 @@ class _Watch:
     def __init__(self, marks: Marks, broker: Broker, fleets: dict[str, Fleet]) -> None:
         self._marks, self._broker, self._fleets = marks, broker, fleets
         self._begun: dict[int, tuple[int, dict[str, float]]] = {}  # mark → trained, CPU seconds at its span's start
+        self._before: tuple[int, dict[str, float]] = (0, {})  # likewise, at the newest look
         self._at: dict[int, dict[str, Any]] = {}  # mark → CPU seconds and bytes by role
+        self._stops = marks.stops
 
     async def run(self) -> None:
         """Raises SluiceError if a role fails, DeadlineExceeded if there is no progress."""
@@ -210,26 +217,26 @@ class _Watch:
                 raise SluiceError(f"not every sequence was trained: {counts}")
             trained, now = counts.get(b"trained", 0), time.monotonic()
             if self._marks.trained < 0 and counts.get(b"committed"):
-                self._marks.saw(0, now)  # every role is up, except for the first step
-                await self._note(0)
+                await self._look(0, now)  # every role is up, except for the first step
             if -1 < self._marks.trained < trained:
                 last = now
-                self._marks.saw(trained, now)
-                await self._note(trained)
+                await self._look(trained, now)
             self._check(trained)
-            if now - last > _STUCK_S:
-                raise DeadlineExceeded(f"nothing was trained for {_STUCK_S:.0f} s: {counts}")
+            if now - last > START_S:
+                raise DeadlineExceeded(f"nothing was trained for {START_S:.0f} s: {counts}")
             await asyncio.sleep(_LOOK_S)
 
-    async def _note(self, trained: int) -> None:
+    async def _look(self, trained: int, at: float) -> None:
         """Record what reached marks and the starts of their spans need from this look."""
+        self._marks.saw(trained, at)
+        used = await self._used_s()
         for mark in self._marks.marks:
             if mark in self._at or trained < mark - self._marks.span:
                 continue
-            if mark not in self._begun:
-                self._begun[mark] = trained, await self._used_s()
-            elif trained >= mark:
-                (begun, before), used = self._begun[mark], await self._used_s()
+            if trained < mark:
+                self._begun.setdefault(mark, (trained, used))
+            else:
+                begun, before = self._begun.get(mark, self._before)  # the span may end before the first look at it
                 pids = {role: fleet.processes[0].pid for role, fleet in self._fleets.items()}
                 self._at[mark] = {
                     "cpu_s": used,
@@ -239,6 +246,10 @@ class _Watch:
                     "redis_bytes": await self._broker.used_bytes(),
                 }
                 say(f"{trained:,} sequences: {self._marks.us_at(mark):.0f} us each")
+        self._before = trained, used
+        if self._stops and trained >= self._stops[0]:
+            self._stops = later(self._stops, trained)
+            self._fleets["trainer"].send("go on")
 
     async def _used_s(self) -> dict[str, float]:
         cpu_s = {role: fleet.cpu_s() for role, fleet in self._fleets.items()}
@@ -283,8 +294,12 @@ async def _until_expired(client: Any) -> None:
         await until(expired, "tombstones to expire", _EXPIRY_S, every_s=_LOOK_S)
 
 
-async def serve_trainer(_: Parent, settings: list[str]) -> None:
-    """A trainer that only acks, to the end of the run."""
+def later(stops: Sequence[int], trained: int) -> tuple[int, ...]:
+    return tuple(stop for stop in stops if stop > trained)
+
+
+async def serve_trainer(_: Parent, settings: list[str], stops: Sequence[int]) -> None:
+    """A trainer that only acks, to the end of the run; at each stop it waits for a line."""
     from sluice.consumers.training.handoff import finish
     from sluice.consumers.training.session import Session
     from sluice.consumers.training.session_thread import SessionThread
@@ -292,10 +307,14 @@ async def serve_trainer(_: Parent, settings: list[str]) -> None:
     def ack_all() -> None:
         thread = SessionThread(config, ())
         thread.start()
-        complete = False
+        left, trained, complete = stops, 0, False
         while not complete:
-            if thread.call(Session.take):
+            if left and trained >= left[0]:
+                left = later(left, trained)
+                sys.stdin.readline()
+            if samples := thread.call(Session.take):
                 complete = thread.call(lambda session: finish(session, {}))
+                trained += len(samples)
             else:
                 complete = thread.call(Session.complete)
         thread.stop(finished=True)

@@ -23,6 +23,7 @@ from sluice.pipeline.wire.messages import SamplingParams, SequenceResult, Traini
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 _RUN, _MODEL, _TOKENS, _STEP = "traces", "demo", 96, 64
+_LOOK_S = 0.05
 
 
 class _Port(msgspec.Struct):
@@ -52,8 +53,9 @@ async def measure_spans(fleet: Fleet, count: int) -> dict[str, float]:
     """`spans_per_sequence`: of a group of one, with its share of batch and step; `span_cpu_us`: to make and send it."""
     await fleet.start_child(serve)
     [found] = await fleet.receive(_Port, START_S)
-    sizes = {"endpoint": f"http://127.0.0.1:{found.port}", "max_queue": 32 * count}
-    config = TracingConfig(enabled=True, **sizes)
+    config = TracingConfig(
+        enabled=True, endpoint=f"http://127.0.0.1:{found.port}", max_queue=32 * count, timeout_s=START_S
+    )
     gc.collect()
     gc.freeze()  # as roles do: a full collection would look at all that this process has imported
     try:
@@ -68,7 +70,9 @@ def _measured(config: TracingConfig, count: int) -> dict[str, float]:
     warm.close()
     records = [_records(number) for number in range(_STEP, _STEP + count)]  # which their owners have anyway
     tracing, cpu_s = Tracing(config, _RUN), time.process_time()
-    _send(tracing, records)
+    spans, until = _send(tracing, records), time.monotonic() + START_S
+    while tracing.sent + tracing.dropped < spans and time.monotonic() < until:  # its end waits for a few seconds only
+        time.sleep(_LOOK_S)
     tracing.close()
     cpu_s = time.process_time() - cpu_s
     if tracing.dropped:
@@ -76,8 +80,15 @@ def _measured(config: TracingConfig, count: int) -> dict[str, float]:
     return {"spans_per_sequence": tracing.sent / count, "span_cpu_us": 1e6 * cpu_s / tracing.sent}
 
 
-def _send(tracing: Tracing, records: Sequence[Records]) -> None:
-    """As a consumer and a trainer make them of what they read."""
+def _send(tracing: Tracing, records: Sequence[Records]) -> int:
+    """As a consumer and a trainer make them of what they read; how many."""
+    count = 0
+
+    def send(spans: Sequence[Span]) -> None:
+        nonlocal count
+        count += len(spans)
+        tracing.send(spans)
+
     for step, start in enumerate(range(0, len(records), _STEP)):
         links: list[Any] = []
         batch = records[start : start + _STEP]
@@ -88,13 +99,14 @@ def _send(tracing: Tracing, records: Sequence[Records]) -> None:
             spans.consumed(one.result.seq_id, now + 0.6, now + 0.7, "consumer", reward_s=0.01, reward=1.0)
             spans.handed(now + 0.7, now + 0.8, "consumer", ref)
             spans.whole(now, now + 0.8)
-            tracing.send(spans.spans)
+            send(spans.spans)
             links += spans.answers
         now, values = time.time(), {"train/step_s": 0.2, "train/score_s": 0.1}
-        tracing.send([Span(stage="batch", ref=ref, start=now, end=now, links=links, role="consumer", process="c")])
+        send([Span(stage="batch", ref=ref, start=now, end=now, links=links, role="consumer", process="c")])
         samples = [one.sample for one in batch]
         handed = {sample.seq_id: now for sample in samples}
-        tracing.send(step_spans(_RUN, step, step, samples, values, handed, "trainer", now))
+        send(step_spans(_RUN, step, step, samples, values, handed, "trainer", now))
+    return count
 
 
 class Records(NamedTuple):

@@ -36,9 +36,8 @@ from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceReq
 from sluice.workers.job_prompts import JobPrompts
 
 THREADS = 1
-_SEEN_S = 120.0
 _GAP_S = (0.3, 1.0)
-_JOBS_A_ROW = 16  # far more than are decoded in that time
+_JOBS_A_ROW = 64  # far more than are decoded in that time
 COST = {"hf": 1.15, "vllm": 1.5}  # most that an update which scores may be, over one which only re-prefills
 RATES = {"50": 0.6, "200": 0.85, "1000": 0.95}  # least share of the rate without updates, by steps between them
 VALID = 1.0  # share of the older tokens, however many versions the queue holds
@@ -206,13 +205,13 @@ async def _published(running: Fleet, name: str, bench: Bench) -> dict[str, Any]:
     updates = list[tuple[Published, Seen]]()
     for newer in range(version + 1, version + plan.publishes + 2):
         now = await publisher.publish(newer)
-        (seen,) = await running.receive(Seen, _SEEN_S)
+        (seen,) = await running.receive(Seen, START_S)
         if seen.version != newer:
             raise SluiceError(f"the worker decodes under v{seen.version} after v{newer} was published")
         updates.append((now, seen))
         await asyncio.sleep(chance.uniform(*_GAP_S))
     running.send("stop")
-    while await running.receive(dict[str, Any], _SEEN_S) != [{}]:
+    while await running.receive(dict[str, Any], START_S) != [{}]:
         pass
     del updates[0]  # at the first one the worker has only just started
     whole = [seen.at - now.published_at for now, seen in updates]

@@ -6,14 +6,16 @@
   of v, a scorer process answers its jobs from the versions that are still on disk.
 - A number marked as valid that differs from a plain pass of its version fails the run.
 - A wave of sequences of evenly spread lengths begins under each version; the next version comes when the longest of
-  them has half of its tokens. The engine is blocked in that sequence's report until the load has been requested, so its
-  speed doesn't matter. Requests and results are those a decode worker makes from jobs.
+  them has half of its tokens. The engine is blocked in that sequence's report until the load has been requested, and
+  slow until it has been done, so its speed doesn't matter. Requests and results are those that a decode worker makes
+  from jobs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -47,6 +49,7 @@ from sluice.workers.job_prompts import JobPrompt
 
 _TOLERANCE = 1e-2  # nats; engine, scorer and trainer pack their fp32 passes differently
 _SHORTEST = 8  # tokens
+_STEP_S = 0.05  # of the longest sequence while a version loads
 _COUNTS = ("scored", "recomputed", "missing_proximal", "stale", "foreign")
 
 Publish = Callable[[int], Awaitable[Path]]
@@ -161,11 +164,15 @@ class _Turn:
         self._backend, self._publish, self._version, self._at = backend, publish, version, at
         self._loop = asyncio.get_running_loop()
         self._load: asyncio.Future[asyncio.Task[None]] = self._loop.create_future()
+        self._serves = threading.Event()
 
     def saw(self, so_far: Progress) -> None:
         """In the engine's thread, one token at a time."""
-        if so_far.offset + len(so_far.token_ids) == self._at:
+        count = so_far.offset + len(so_far.token_ids)
+        if count == self._at:
             asyncio.run_coroutine_threadsafe(self._ask(), self._loop).result(WAIT_S)
+        elif count > self._at:
+            self._serves.wait(_STEP_S)  # or a slow load would find no sequence left
 
     async def loaded(self, leader: asyncio.Task[SequenceResult]) -> None:
         """Return once the version serves; raises any error before that."""
@@ -179,7 +186,9 @@ class _Turn:
 
     async def _ask(self) -> None:
         directory = await self._publish(self._version)
-        self._load.set_result(asyncio.create_task(self._backend.load_weights(directory, self._version)))
+        load = asyncio.create_task(self._backend.load_weights(directory, self._version))
+        load.add_done_callback(lambda _: self._serves.set())
+        self._load.set_result(load)
         await asyncio.sleep(0)  # the engine has it after this
 
 

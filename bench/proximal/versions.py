@@ -110,7 +110,7 @@ class Publisher:
         manifest = self._variants.manifest(version, at)
         full = await asyncio.to_thread(write_version, self._variants.directory(version), self._root, manifest)
         gone = range(version - self._retention + 1)
+        registered_at = time.time()  # before the call: a worker may have the version before it returns
         await self._registry.register(full, self.owner.key, self.owner.nonce, gone)
-        registered_at = time.time()
         await asyncio.to_thread(remove, self._root, gone)
         return Published(Path(full.path), at, registered_at)

@@ -31,11 +31,11 @@ from msgspec.structs import replace
 
 from sluice.bench.broker import Broker, chunks, decode_job, enqueue, enqueue_calls, in_flight, own_broker, run_config
 from sluice.bench.harness import beside, by_count, percentile, say, until
-from sluice.bench.processes import Parent, child_command
+from sluice.bench.processes import START_S, Parent, child_command
 from sluice.bench.queue.race import MAX_JOBS, SAQ_MISSING, SYSTEMS, Ours, Plan, Race, saq_is_installed
 from sluice.pipeline.broker.connection import ping
 from sluice.pipeline.config.types import UpConfig
-from sluice.pipeline.errors import BrokerError, SluiceError
+from sluice.pipeline.errors import BrokerError, DeadlineExceeded, SluiceError
 from sluice.pipeline.queue import ArqWorker, Call, Claim, Finished, JobQueue
 from sluice.pipeline.run.role import default_name, role_process
 from sluice.pipeline.run.stack import Deaths
@@ -43,7 +43,7 @@ from sluice.pipeline.run.supervisor import Supervisor
 from sluice.pipeline.wire.messages import SamplingParams, SequenceResult, encode
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
-_IDLE_GAP_S, _IDLE_WARM, _IDLE_SETTLE_S = (0.005, 0.045), 5, 0.3
+_IDLE_GAP_S, _IDLE_WARM = (0.005, 0.045), 5
 _MOST_PER_COMMIT = 256
 _COMMIT_BYTES = 768 << 10
 _LEASE_S = 600.0
@@ -97,7 +97,8 @@ async def _idle(jobs: int, broker: Broker, home: Path) -> dict[str, float]:
         for number in range(_IDLE_WARM + jobs):
             await asyncio.sleep(gaps.uniform(*_IDLE_GAP_S))
             await ours.queue.enqueue_calls([Call(job_id=f"idle:{number}", function="mark", args=(time.time(),))])
-        await asyncio.sleep(_IDLE_SETTLE_S)
+            ours.filled += 1
+        await until(ours.is_empty, "all jobs to end", START_S, every_s=_LOOK_S, check=ours.fleet.check)
         (totals,) = await ours.totals()
     waits_ms = [1000 * wait_s for wait_s in totals.waits_s[_IDLE_WARM:]]
     if len(waits_ms) != jobs:
@@ -243,21 +244,21 @@ class _Round:
         env = {**os.environ, "REDIS_URL": broker.url}
         settle = Deaths(broker.client, self._config).settle
         self._supervisor = Supervisor(_BACKOFF, home / self._config.run, env, settle)
-        self.start_s = 0.0
+        self.start_s, self._asked = 0.0, 0  # jobs so far
 
     async def run(self, jobs: int, job_s: float) -> float:
         """Seconds from the first enqueue to the last job's end."""
         async with self._started():
-            started = time.perf_counter()
-            await enqueue_calls(self._queue, "last", range(jobs), job_s)
-            for _ in range(self._kills):
-                await self._kill_the_busiest(job_s / 2)
-
-            async def over() -> bool:
-                return int(await self._broker.client.hget(self._queue.keys.counts, "called") or 0) >= jobs
-
-            await until(over, f"{jobs} jobs to end", _DEADLINE_S, every_s=_LOOK_S)
-            return time.perf_counter() - started
+            deadline = time.monotonic() + _DEADLINE_S
+            while time.monotonic() < deadline:
+                started = time.perf_counter()
+                await enqueue_calls(self._queue, "last", range(self._asked, self._asked + jobs), job_s)
+                self._asked += jobs
+                if all([await self._kill_the_busiest(job_s / 2) for _ in range(self._kills)]):
+                    await until(self._is_over, f"{jobs} jobs to end", _DEADLINE_S, every_s=_LOOK_S)
+                    return time.perf_counter() - started
+                say("the jobs had ended before the kill, once more")
+        raise DeadlineExceeded(f"jobs of {job_s:g} s ended before each kill for {_DEADLINE_S:.0f} s")
 
     @contextlib.asynccontextmanager
     async def _started(self) -> AsyncGenerator[None]:
@@ -285,11 +286,23 @@ class _Round:
             pipe.hget(keys.job_state.encode() + job_id, "worker")
         return Counter(name.decode() for name in await pipe.execute() if name)
 
-    async def _kill_the_busiest(self, after_s: float) -> None:
-        """From outside, unannounced."""
-        await until(self._holders, "a worker that holds jobs", _DEADLINE_S, every_s=_LOOK_S)
-        await asyncio.sleep(after_s)
-        [(name, _)] = (await self._holders()).most_common(1)
+    async def _is_over(self) -> bool:
+        return int(await self._broker.client.hget(self._queue.keys.counts, "called") or 0) >= self._asked
+
+    async def _kill_the_busiest(self, after_s: float) -> bool:
+        """From outside, unannounced. False: all jobs had ended, as may be where this process was late."""
+
+        async def begun() -> bool:
+            return bool(await self._holders()) or await self._is_over()
+
+        busiest: list[tuple[str, int]] = []
+        while not busiest:
+            await until(begun, "a worker that holds jobs", _DEADLINE_S, every_s=_LOOK_S)
+            await asyncio.sleep(after_s)
+            busiest = (await self._holders()).most_common(1)
+            if not busiest and await self._is_over():
+                return False
+        [(name, _)] = busiest
         if pid := self._supervisor.children[name].pid:
             os.kill(pid, signal.SIGKILL)
 
@@ -297,3 +310,4 @@ class _Round:
             return name not in await self._holders()
 
         await until(gone, f"the leases of {name} to end", _DEADLINE_S, every_s=_LOOK_S)
+        return True

@@ -25,7 +25,7 @@ from arq.logs import default_log_config
 
 from sluice.bench.broker import Broker, enqueue_calls, in_flight, run_config
 from sluice.bench.harness import BenchPlan, by_count, median_of, play, ratios, spread, until
-from sluice.bench.processes import Fleet, Parent
+from sluice.bench.processes import START_S, Fleet, Parent
 from sluice.pipeline.broker.connection import connect
 from sluice.pipeline.errors import how_to_install
 from sluice.pipeline.logs import configure
@@ -49,7 +49,6 @@ MAX_JOBS = 100  # of our worker: as many as one claim returns
 SAQ_MISSING = f"SAQ is not installed, saq_jobs_s is null; to include it: {how_to_install('bench')}"
 SYSTEMS = ("ours", "arq", "arq_best", "saq")
 _AIM_AT = 2  # workers at which the systems are compared
-_START_S = 60.0
 _DEADLINE_S = 120.0
 _LOOK_S = 0.003
 _WARM_SHARE = 4  # of a probe, as its warm-up
@@ -189,9 +188,9 @@ class Ours(System):
         return not left and int(called or 0) == self.filled
 
     async def totals(self) -> list[Totals]:
-        """End the workers; returns what each did."""
-        await self.fleet.end()
-        return await self.fleet.receive(Totals, _START_S)
+        """End the workers, which say it as they end; returns what each did."""
+        await self.fleet.end(START_S)
+        return await self.fleet.receive(Totals, START_S)
 
 
 class Arq(System):

@@ -29,7 +29,7 @@ import torch
 from sluice.bench.broker import Broker, enqueue, new_job, own_broker
 from sluice.bench.engines import random_ids
 from sluice.bench.harness import BenchPlan, aim, play, say, until, why_no_vllm
-from sluice.bench.processes import Fleet, engine_environment
+from sluice.bench.processes import START_S, Fleet, engine_environment
 from sluice.bench.weights.lines import CARRIERS, DELTAS, Follower, Line, Published
 from sluice.bench.weights.training import LEARNING_RATE, Training
 from sluice.bench.weights.worker import Arrived, serve
@@ -44,8 +44,7 @@ from sluice.pipeline.wire.tokens import TokenArray
 _WARM = 10  # Adam steps before anything is measured
 _PROMPT = 64  # tokens
 _LONG = 900  # tokens of a sequence that runs beside
-_JOBS_A_ROW = 16
-_RUN_S = 120.0  # until all of them run
+_JOBS_A_ROW = 64
 _ALONE = 2  # steps of the trainer that are timed without a publication
 _BESIDE = ("directory", "engine", "delta-500")
 _JOINED = ("directory", "engine", "store", "delta-500")
@@ -273,7 +272,7 @@ async def _beside(plan: Plan, training: Training, line: Line, follower: Follower
         async def all_run() -> bool:
             return any(row.get("running", 0) >= plan.rows for row in await broker.serving(line.run))
 
-        await until(all_run, "the sequences to run", _RUN_S, check=follower.check)
+        await until(all_run, "the sequences to run", START_S, check=follower.check)
         for _ in range(plan.beside):
             alone = [await asyncio.to_thread(training.step) for _ in range(_ALONE)]
             snapshot, began = training.snapshot(), time.monotonic()

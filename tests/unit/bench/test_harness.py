@@ -11,6 +11,7 @@ from sluice.bench.harness import BenchPlan, aim, play, ratios
 from sluice.bench.processes import Fleet
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
 from tests.benches import ROOT, serve_shares
+from tests.deadlines import HANG_S
 
 
 async def test_each_round_begins_with_another_side_and_ratios_go_round_by_round() -> None:
@@ -93,10 +94,10 @@ async def test_children_answer_in_order_and_say_what_they_raised(tmp_path: Path)
     async with Fleet("share", tmp_path) as fleet:
         for number in (6, 12):
             await fleet.start_child(serve_shares, [number], {"PYTHONPATH": str(ROOT)})
-        assert await fleet.ask(3, float, 60) == [2.0, 4.0]
-        assert await fleet.ask(2, float, 60) == [3.0, 6.0]
+        assert await fleet.ask(3, float, HANG_S) == [2.0, 4.0]
+        assert await fleet.ask(2, float, HANG_S) == [3.0, 6.0]
         with pytest.raises(SluiceError, match="share-0 failed: ZeroDivisionError"):
-            await fleet.ask(0, float, 60)
+            await fleet.ask(0, float, HANG_S)
     assert [process.returncode is not None for process in fleet.processes] == [True, True]
     assert "what a library says" in (tmp_path / "share-1.log").read_text()
 

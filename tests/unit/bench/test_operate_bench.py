@@ -35,7 +35,7 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> No
     assert all(0 < found["dashboard_p50_ms"][name] <= pages[name] for name in pages)
     assert (found["finished"], found["help_s"] > 0) == (found["sizes"]["finished"], True)
     assert found["metrics_overhead"] == pytest.approx(
-        1 - found["tok_s_with_metrics"] / found["tok_s_without"], abs=1e-3
+        1 - found["tok_s_with_metrics"] / found["tok_s_without"], rel=1e-3, abs=1e-3
     )
     per_sequence_us = found["spans_per_sequence"] * found["span_cpu_us"]
     assert found["trace_overhead"] == pytest.approx(per_sequence_us / found["sequence_cpu_us"], rel=0.01)

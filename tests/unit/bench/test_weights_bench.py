@@ -28,7 +28,7 @@ def test_small(tmp_path: Path) -> None:
     for split in found["to_first_token_s"]["hf"].values():
         assert split.keys() == PARTS
         assert sum(split[part] for part in PARTS - {"all"}) == pytest.approx(split["all"], rel=0.05, abs=0.02)
-    assert all(0 < value < 60 for value in found["late_join_s"]["hf"].values())
+    assert all(value > 0 for value in found["late_join_s"]["hf"].values())
     assert found["aims"].keys() == {"delta_share", "stall_s / publish_s", *(f"vs_copy.{name}" for name in AIMS)}
     assert all(isinstance(each["met"], bool) for each in found["aims"].values())
     assert left_behind(tmp_path) == []
