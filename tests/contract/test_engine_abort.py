@@ -5,28 +5,19 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from sluice.pipeline.wire.messages import Grammar, Progress
+from sluice.pipeline.wire.messages import Grammar
 from sluice.workers.engine.contracts import Backend, SequenceOutput
-from tests.contract.engine_fixtures import request
+from tests.contract.engine_fixtures import decode_aborted, request
 from tests.deadlines import HANG_S
 
 PROMPT = list(b"the abc of it")
 
 
 async def test_an_aborted_sequence_returns_its_tokens_and_logprobs(backend: Backend) -> None:
-    asked = request(PROMPT, 5, temperature=1.0, max_new_tokens=200)
+    asked = replace(request(PROMPT, 5, temperature=1.0, max_new_tokens=200), eos_token_ids=())
     whole = await backend.decode(asked)
-    begun = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def report(piece: Progress) -> None:
-        loop.call_soon_threadsafe(begun.set)
-
-    task = asyncio.create_task(backend.decode(replace(asked, seq_key="doomed", report_every=4, report=report)))
     beside = asyncio.create_task(backend.decode(asked))
-    await asyncio.wait_for(begun.wait(), HANG_S)
-    backend.abort("doomed")
-    partial = await asyncio.wait_for(task, HANG_S)
+    partial = await decode_aborted(backend, replace(asked, seq_key="doomed"))
     assert (partial.finish_reason, partial.stop_reason) == ("cancelled", None)
     count = len(partial.token_ids)
     assert 4 <= count < 200
@@ -37,13 +28,9 @@ async def test_an_aborted_sequence_returns_its_tokens_and_logprobs(backend: Back
 
 
 async def test_what_was_aborted_can_be_gone_on_with(backend: Backend) -> None:
-    asked = replace(request(PROMPT, 6, temperature=1.0, max_new_tokens=150), seq_key="later")
-    task = asyncio.create_task(backend.decode(asked))
-    await asyncio.sleep(0.05)
-    backend.abort("later")
-    partial = await asyncio.wait_for(task, HANG_S)
-    old = partial.sampled
-    resumed = await backend.decode(replace(asked, so_far=old))
+    asked = replace(request(PROMPT, 6, temperature=1.0, max_new_tokens=150), seq_key="later", eos_token_ids=())
+    partial = await decode_aborted(backend, asked)
+    resumed = await backend.decode(replace(asked, so_far=partial.sampled))
     assert resumed.token_ids == (await backend.decode(asked)).token_ids
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import EngineError, ModelError, RequestError
-from sluice.pipeline.wire.messages import SamplingParams
+from sluice.pipeline.wire.messages import Progress, SamplingParams
 from sluice.workers.engine.contracts import Backend, SequenceRequest
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import (
+    at_first_report,
     decode_all,
     ragged_prompts,
     reference,
@@ -115,11 +119,10 @@ def test_end_of_sequence_ends_a_sequence(tmp_path: Path, backend: Backend) -> No
 async def test_a_cancelled_sequence_leaves_and_the_others_go_on(backend: Backend) -> None:
     wanted = request(PROMPT, max_new_tokens=60)
     expected = await backend.decode(wanted)
-    doomed = [asyncio.create_task(backend.decode(request([i], max_new_tokens=200))) for i in range(12)]
+    report = at_first_report(lambda: [task.cancel() for task in doomed])
+    asked = replace(request([0], max_new_tokens=200), eos_token_ids=(), report_every=1, report=report)
+    doomed = [asyncio.create_task(backend.decode(replace(asked, prompt_token_ids=(i,)))) for i in range(12)]
     kept = asyncio.create_task(backend.decode(wanted))
-    await asyncio.sleep(0.02)
-    for task in doomed:
-        task.cancel()
     async with asyncio.timeout(HANG_S):
         assert (await kept).token_ids == expected.token_ids
     assert all(task.cancelled() for task in await _settled(doomed))
@@ -183,11 +186,19 @@ async def test_close_ends_running_sequences_with_an_error(model_dir: Path) -> No
     with pytest.raises(EngineError, match="not started"):
         await backend.decode(request(PROMPT))
     await backend.start()
-    task = asyncio.create_task(decode_all(backend, [request(PROMPT, max_new_tokens=240)] * 40))
-    await asyncio.sleep(0.02)
-    await backend.close()
+    loop, closing = asyncio.get_running_loop(), list[Future[None]]()
+
+    def report(_: Progress) -> None:
+        """Holds the loop's thread until it is told to end."""
+        if not closing:
+            closing.append(asyncio.run_coroutine_threadsafe(backend.close(), loop))
+        while not backend._thread._stopping:
+            time.sleep(0.001)
+
+    asked = replace(request(PROMPT, max_new_tokens=240), eos_token_ids=(), report_every=1, report=report)
     with pytest.raises(EngineError, match="closed"):
-        await task
+        await decode_all(backend, [asked] * 40)
+    await asyncio.wrap_future(closing[0])
     await backend.close()
 
 

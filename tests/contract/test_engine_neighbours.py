@@ -10,7 +10,7 @@ from sluice.workers.engine.contracts import Backend
 from tests.contract.engine_fixtures import ragged_prompts, request, run
 from tests.contract.near_ties import assert_same_unless_near_tie
 
-ROUNDING = 1e-5  # nats; measured here: 6e-6 on hf, 3e-6 on vllm
+ROUNDING = 1e-4  # nats; measured here: 6e-6 on hf, 3e-6 on vllm, and 0.5 and more if a prompt has another token
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "seeded"])

@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 
 from sluice.pipeline.errors import RequestError
-from sluice.pipeline.wire.messages import Progress
 from sluice.workers.engine.contracts import Backend
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.guard.repeat import RepeatTrigger
-from tests.contract.engine_fixtures import request
+from tests.contract.engine_fixtures import decode_aborted, request
 from tests.contract.guard_fixtures import (
     ARMED,
     BLOCK,
@@ -27,7 +26,6 @@ from tests.contract.guard_fixtures import (
     guarded_ending,
     looping,
 )
-from tests.deadlines import HANG_S
 from tests.loop_models import LoopModel
 
 
@@ -173,18 +171,9 @@ def test_a_deadline_ends_beside_the_guard(guarded: Backend, loops: LoopModel) ->
 
 
 async def test_an_abort_ends_beside_the_guard(guarded: Backend, loops: LoopModel) -> None:
-    begun, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def report(piece: Progress) -> None:
-        loop.call_soon_threadsafe(begun.set)
-
     five, one = looping(loops, 5), looping(loops, 1)
-    endless = replace(request([five], max_new_tokens=250), seq_key="doomed", report_every=4, report=report)
-    task = asyncio.create_task(guarded.decode(endless))
     beside = asyncio.create_task(decode_in_time(guarded, [request([one])] * 3))
-    await asyncio.wait_for(begun.wait(), HANG_S)
-    guarded.abort("doomed")
-    cut = await asyncio.wait_for(task, HANG_S)
+    cut = await decode_aborted(guarded, replace(request([five], max_new_tokens=250), seq_key="doomed"))
     assert (cut.finish_reason, cut.trigger) == ("cancelled", None)
     assert 4 <= len(cut.token_ids) < 250
     assert cut.token_ids == loops.continuation(five, len(cut.token_ids))

@@ -63,7 +63,7 @@ def test_healthy_sequences_beside_a_loop_are_those_of_a_run_without_the_guard(
     assert engine.facts.eos_token_ids[0] != 0
     for left, right in zip(before[1:], after, strict=True):
         assert (right.trigger, right.token_ids) == (None, left.token_ids)
-        assert right.logprobs == pytest.approx(left.logprobs, abs=1e-5)
+        assert right.logprobs == pytest.approx(left.logprobs, abs=1e-4)
 
 
 def _healthy() -> list[SequenceRequest]:

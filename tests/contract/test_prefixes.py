@@ -27,6 +27,7 @@ from tests.contract.engine_fixtures import (
     run,
     started,
 )
+from tests.contract.versions import Updates, Versions
 from tests.tiny_models import save_tiny_model
 
 PROMPT = list(b"what the first turn of a conversation begins with")
@@ -147,10 +148,8 @@ def test_a_row_that_runs_over_a_swap_is_kept_under_the_new_weights(tmp_path: Pat
     new = save_tiny_model(tmp_path / "new", seed=2)
 
     async def decode(backend: HfBackend) -> list[SequenceOutput]:
-        running = asyncio.create_task(backend.decode(turn(PROMPT, max_new_tokens=150)))
-        await asyncio.sleep(0.05)
-        await backend.load_weights(new, 1)
-        first = await running
+        asked = replace(turn(PROMPT, max_new_tokens=150), eos_token_ids=())
+        [first] = await Updates(backend, Versions({1: new}, {}), [(4, 1)]).decode([asked])
         return [first, await backend.decode(turn(follow(first)))]
 
     with started(old, prefix_cache_mb=8) as backend:

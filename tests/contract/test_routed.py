@@ -72,7 +72,7 @@ async def test_both_have_the_weights_of_the_moment_whenever_the_fallback_is_load
 
 async def test_an_abort_reaches_what_waits_for_the_fallback(routed: RoutedBackend, llava: Path) -> None:
     task = asyncio.create_task(routed.decode(seen(llava, "doomed", 300)))
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
     routed.abort("doomed")
     output = await asyncio.wait_for(task, HANG_S)
     assert output.finish_reason == "cancelled"

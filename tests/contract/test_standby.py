@@ -287,7 +287,7 @@ def test_a_wrong_version_costs_no_token(versions: Versions, off: float) -> None:
                 await self._backend.load_weights(versions.directories[2], 2, probe(versions, 2))
 
     with started_beside(versions) as backend:
-        outputs = asyncio.run(Refused(backend, versions, [(3, 1), (60, 2)]).decode([endless(PROMPT, 220)]))
+        outputs = decode_amid(backend, versions, [(3, 1), (60, 2)], [endless(PROMPT, 220)], Refused, refused=[1])
     for output in outputs:
         assert_right(output, versions)
     assert set(outputs[0].versions) == {0, 2}

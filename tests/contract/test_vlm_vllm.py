@@ -24,7 +24,7 @@ from sluice.workers.engine.vllm.vision import Vision
 from tests.contract.engine_fixtures import run, started
 from tests.contract.test_midflight_images import assert_seen_right
 from tests.contract.test_vision_families import messages, other_decoder
-from tests.contract.versions import Updates, Versions
+from tests.contract.versions import Versions, decode_amid
 from tests.contract.vllm_fixtures import vlm_options
 from tests.contract.vlm_plain import PlainVlm
 from tests.tiny_vision_models import save_tiny_idefics3
@@ -204,7 +204,7 @@ def test_an_update_amid_a_sequence_shows_the_image_again(pair: Pair, tmp_path: P
     versions = Versions({0: pair.directory, 1: save_tiny_llava(tmp_path, seed=2)}, {})
     asked = pair.request(PICTURES[1], temperature=1.0, max_new_tokens=100)
     try:
-        output = asyncio.run(Updates(pair.vllm, versions, [(2, 1)]).decode([asked]))[0]
+        output = decode_amid(pair.vllm, versions, [(2, 1)], [asked])[0]
     finally:
         _load(pair, pair.directory, 0)
     assert set(output.versions) == {0, 1}
@@ -217,7 +217,7 @@ def test_images_stay_encoded_while_the_vision_part_stays_the_same(pair: Pair, tm
     versions = Versions({0: pair.directory, 1: frozen}, {})
     asked = pair.request(PICTURES[3], temperature=1.0, max_new_tokens=100)
     try:
-        output = asyncio.run(Updates(pair.vllm, versions, [(2, 1)]).decode([asked]))[0]
+        output = decode_amid(pair.vllm, versions, [(2, 1)], [asked])[0]
         assert set(output.versions) == {0, 1}
         assert pair.vllm.images_kept > 0
         plain = [PlainVlm(directory, do_resize=False) for directory in versions.directories.values()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from sluice.pipeline.errors import TornWeights, WeightsError
 from sluice.workers.engine.contracts import Backend, SequenceOutput, WeightsProbe
 from tests.contract.engine_fixtures import run, started
 from tests.contract.test_midflight import PROMPT, endless
-from tests.contract.versions import Updates, Versions, assert_right
+from tests.contract.versions import ATTEMPTS, Updates, Versions, assert_right, decode_amid
 from tests.contract.vllm_fixtures import started_vllm
 
 STARTS = {"hf": started, "vllm": started_vllm}
@@ -37,7 +36,7 @@ def probe(versions: Versions, version: int, *, off: float = 0.0, **changes: floa
     return WeightsProbe(PROBE, score_of(versions, version) + off, **{"tolerance": 0.01, **changes})
 
 
-async def refused_amid(backend: Backend, versions: Versions, wrong: WeightsProbe) -> list[SequenceOutput]:
+def refused_amid(backend: Backend, versions: Versions, wrong: WeightsProbe) -> list[SequenceOutput]:
     """A sequence runs while version 1 is refused and version 2 is then taken."""
 
     class Refused(Updates):
@@ -49,14 +48,15 @@ async def refused_amid(backend: Backend, versions: Versions, wrong: WeightsProbe
             else:
                 await self._backend.load_weights(versions.directories[2], 2, probe(versions, 2))
 
-    return await Refused(backend, versions, [(3, 1), (40, 2)]).decode([endless(PROMPT, 200), endless(PROMPT, 9, 4)])
+    requests = [endless(PROMPT, 200), endless(PROMPT, 9, 4)]
+    return decode_amid(backend, versions, [(3, 1), (40, 2)], requests, Refused, refused=[1])
 
 
 @pytest.mark.parametrize("off", [1.0, float("nan")])
 def test_a_wrong_load_never_serves(own: tuple[Backend, Versions], off: float) -> None:
     backend, versions = own
     asyncio.run(backend.load_weights(versions.directories[0], 0, probe(versions, 0)))
-    outputs = asyncio.run(refused_amid(backend, versions, probe(versions, 1, off=off)))
+    outputs = refused_amid(backend, versions, probe(versions, 1, off=off))
     for output in outputs:
         assert_right(output, versions)
     assert set(outputs[0].versions) == {0, 2}
@@ -96,16 +96,22 @@ def test_a_file_that_cannot_be_read_touches_nothing(own: tuple[Backend, Versions
 def test_without_a_way_back_nothing_decodes_until_a_load_succeeds(own: tuple[Backend, Versions]) -> None:
     """The old version is retired, and the new one is not what was measured."""
     backend, versions = own
-    asyncio.run(backend.load_weights(versions.directories[0], 0))
-    shutil.move(versions.directories[0], versions.directories[0].with_name("gone"))
+    retired, gone = versions.directories[0], versions.directories[0].with_name("gone")
 
     class Torn(Updates):
         async def _load(self, version: int) -> None:
             with pytest.raises(TornWeights, match="cannot be restored"):
                 await self._backend.load_weights(versions.directories[1], 1, probe(versions, 1, off=1.0))
 
+    def torn_amid() -> None:
+        for _ in range(ATTEMPTS):  # as in `decode_amid`
+            asyncio.run(backend.load_weights(retired, 0))
+            retired.rename(gone)
+            asyncio.run(Torn(backend, versions, [(3, 1)]).decode([endless(PROMPT, 200)]))
+            gone.rename(retired)
+
     with pytest.raises(TornWeights):
-        asyncio.run(Torn(backend, versions, [(3, 1)]).decode([endless(PROMPT, 200)]))
+        torn_amid()
     with pytest.raises(TornWeights):
         run(backend, endless(PROMPT, 9))
     asyncio.run(backend.load_weights(versions.directories[2], 2, probe(versions, 2)))

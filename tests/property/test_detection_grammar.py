@@ -86,6 +86,7 @@ def test_a_string_means_what_json_says(text: str) -> None:
     assert string_value(literal, Value("string", 0, len(literal))) == text
 
 
+BOUND_S = 30.0  # of the processor, whatever else runs; in linear time they take one at most
 HOSTILE = {
     "deep_objects": '{"object_1": ' + '{"a":' * 50_000,
     "deep_lists": '{"object_1": {"desc": "a", "bbox_2d": ' + "[" * 50_000 + "]" * 50_000 + "}}",
@@ -95,9 +96,9 @@ HOSTILE = {
     "lone_surrogate": '{"object_1": {"desc": "\\ud800", "bbox_2d": [1, 2, 3, 4]}}',
     "many_quotes": '{"object_1": {"desc": ' + '"' * 60_000,
     "many_escapes": '{"object_1": {"desc": "' + "\\" * 60_001,
-    "many_members": '{"object_1": {' + ", ".join(f'"k{i}": 1' for i in range(9000)) + "}}",
+    "many_members": '{"object_1": {' + ", ".join(f'"k{i}": 1' for i in range(20_000)) + "}}",
     "long_list": '{"object_1": {"desc": "a", "bbox_2d": [' + "1, " * 30_000 + "1]}}",
-    "many_objects": "{" + '"object_1": {}, ' * 9000,
+    "many_objects": "{" + '"object_1": {}, ' * 20_000,
     "long_index": '{"object_' + "9" * 6000 + '": {"desc": "a", "bbox_2d": [1, 2, 3, 4]}}',
     "spaces": '{"object_1"' + " " * 90_000,
 }
@@ -124,7 +125,7 @@ def test_hostile_text_costs_bounded_time_and_drops_everything(grammar: str, text
     ids = codec.encode(text)
     started = time.process_time()
     parsed = parse(rollout(ids), context(codec, grammar=grammar))
-    assert time.process_time() - started < 2.0
+    assert time.process_time() - started < BOUND_S
     assert not parsed.valid
     assert parsed.prefix_len == 0
 

@@ -30,15 +30,15 @@ main.build = build
 main.main(["worker"])
 """
 
-SPEAKS = """
+SPEAKS = f"""
 import os, time
 from datetime import timedelta
 from torch.distributed import TCPStore
 from sluice.consumers.training.ranks import group
 
-server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
-os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
-group._REPEAT_S = 0.0
+server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds={HANG_S}))
+os.environ |= {{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}}
+group._REPEAT_S, group._END_S, group._STORE_S = 0.0, {HANG_S}, {HANG_S}
 presence = group._Presence(0, 1)
 time.sleep(0.2)
 """

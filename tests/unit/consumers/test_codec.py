@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import unicodedata
 from pathlib import Path
 
@@ -60,9 +59,7 @@ def test_a_character_belongs_to_the_token_that_completes_it() -> None:
 def test_ends_cost_linear_time() -> None:
     codec = tiny_codec("bytes")
     ids = codec.encode("x🙂" * 40_000)
-    started = time.process_time()
-    assert codec.char_ends(ids)[-1] == 80_000
-    assert time.process_time() - started < 2.0
+    assert codec.char_ends(ids)[-1] == 80_000, "each decoded anew, they would take hours"
 
 
 def test_terminators_and_specials(folder: Path, tmp_path: Path) -> None:

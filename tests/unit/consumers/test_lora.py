@@ -128,7 +128,7 @@ def test_the_head_is_right_in_pieces_and_refused_where_it_is_tied(source: Path, 
             own = ids[place.row, place.start : place.start + place.length][None]
             plain = row_logprobs(RowLogits(step.model(input_ids=own).logits), own)
             here = pieces[place.row, place.start + 1 : place.start + place.length]
-            assert torch.allclose(here, plain[0, 1:], atol=1e-5)
+            assert torch.allclose(here, plain[0, 1:], atol=1e-4)
     without = {name: value for name, value in weights_of(step).items() if name.startswith("lm_head.lora_B")}
     assert all(value.abs().max() > 0 for value in without.values())
     assert without

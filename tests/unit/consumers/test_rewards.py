@@ -28,7 +28,7 @@ from sluice.pipeline.telemetry.training_metrics import reduce, reward_parts
 from sluice.pipeline.user_modules import load_object
 from sluice.pipeline.wire.messages import SequenceResult
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
-from tests.deadlines import HANG_S
+from tests.deadlines import HANG_S, RUN_S
 from tests.factories import sequence_result
 from tests.tiny_tokenizer import tiny_codec
 
@@ -200,12 +200,14 @@ async def test_an_exit_is_a_failure_like_any_other(ask: Ask, kind: str) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "import threading\ndef score(text, truth, row): threading.Event().wait(5)",
-        "import asyncio\nasync def score(text, truth, row): await asyncio.sleep(60)",
+        f"import threading\ngate = threading.Event()\ndef score(text, truth, row): gate.wait({HANG_S})",
+        f"import asyncio\nasync def score(text, truth, row): await asyncio.sleep({HANG_S})",
     ],
 )
-async def test_a_hung_function_ends_at_its_deadline(ask: Ask, code: str) -> None:
+async def test_a_hung_function_ends_at_its_deadline(ask: Ask, tmp_path: Path, code: str) -> None:
     found = await ask(code, reward_timeout_s=0.03)
+    if "gate" in code:
+        load_object(f"{tmp_path}/own0.py:gate", "key").set()
     assert isinstance(found, Refused), found
     assert found.reason == "reward_timeout"
     assert "did not end within 0.03 s" in found.detail
@@ -215,16 +217,20 @@ async def test_a_hung_function_ends_at_its_deadline(ask: Ask, code: str) -> None
 async def test_calls_run_side_by_side_and_a_hung_one_stops_no_other(tmp_path: Path) -> None:
     code = (
         "import threading\nboth, gate = threading.Barrier(2), threading.Event()\n"
-        f"def score(text, truth, row):\n    if text == 'hang': gate.wait({HANG_S})\n"
+        f"def score(text, truth, row):\n    if text == 'hang': return gate.wait({HANG_S})\n"
         f"    both.wait({HANG_S})\n    return 1\n"
     )
     (tmp_path / "own.py").write_text(code)
     options = RolloutMatchingConfig(
-        task="reward", reward=f"{tmp_path}/own.py:score", reward_timeout_s=5.0, reward_concurrency=3
+        task="reward", reward=f"{tmp_path}/own.py:score", reward_timeout_s=RUN_S, reward_concurrency=3
     )
     rewards = Rewards(options, CODEC)
-    found = await asyncio.gather(*(rewards.of(result(text)) for text in ("hang", "a", "b")))
-    assert [type(one) for one in found] == [Refused, Reward, Reward], found
+    hung, *others = (asyncio.ensure_future(rewards.of(result(text))) for text in ("hang", "a", "b"))
+    found = await asyncio.gather(*others)
+    assert [type(one) for one in found] == [Reward, Reward], found
+    assert not hung.done()
+    load_object(f"{tmp_path}/own.py:gate", "key").set()
+    await hung
     rewards.close()
 
 
@@ -261,7 +267,7 @@ async def test_what_cannot_be_called_is_an_error_at_the_start(ask: Ask, code: st
 
 
 async def test_calls_that_never_end_end_the_consumer_at_last(tmp_path: Path) -> None:
-    code = "import threading\ngate = threading.Event()\ndef score(text, truth, row): gate.wait(20)\n"
+    code = f"import threading\ngate = threading.Event()\ndef score(text, truth, row): gate.wait({HANG_S})\n"
     (tmp_path / "own.py").write_text(code)
     options = RolloutMatchingConfig(
         task="reward", reward=f"{tmp_path}/own.py:score", reward_timeout_s=0.02, reward_concurrency=64

@@ -58,7 +58,7 @@ def test_the_files_are_those_of_before_the_next_step(tmp_path: Path, source: Pat
     kind = getattr(torch, dtype)
     assert all(torch.equal(found[name], value.to(kind).float()) for name, value in before.items())
     assert {kind for kind, _ in tensor_table(tmp_path).values()} == {"F32" if dtype == "float32" else "BF16"}
-    assert score == pytest.approx(probe_score(loaded(tmp_path), PROBE), abs=1e-5)
+    assert score == pytest.approx(probe_score(loaded(tmp_path), PROBE), abs=1e-4)
     assert shards == shards_of(tmp_path), "as they were written"
     assert learner.stalled_s() > 0
     assert learner.stalled_s() == 0

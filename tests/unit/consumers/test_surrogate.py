@@ -147,8 +147,8 @@ def test_micro_batches_and_rows_change_nothing(
     whole, gradient = torch_loss(answers, options, [list(range(len(answers)))])
     for parts in ([order[:cut], order[cut:]], [[at] for at in order]):
         got, slopes = torch_loss(answers, options, parts)
-        assert got == pytest.approx(whole, rel=1e-12, abs=1e-12)
-        np.testing.assert_allclose(slopes, gradient, rtol=1e-12, atol=1e-15)
+        assert got == pytest.approx(whole, rel=1e-9, abs=1e-9)
+        np.testing.assert_allclose(slopes, gradient, rtol=1e-9, atol=1e-12)
 
 
 STRANGE = (math.nan, math.inf, -math.inf, 1e30, -1e30, 200.0, -200.0)

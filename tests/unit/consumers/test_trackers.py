@@ -15,9 +15,11 @@ import pytest
 from structlog.testing import capture_logs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from sluice.consumers.training import trackers
 from sluice.consumers.training.trackers import Trackers
 from sluice.pipeline.config.types import Config, TrackingConfig
 from sluice.pipeline.errors import ConfigError
+from tests.deadlines import HANG_S
 
 LOSS = "train/loss"
 
@@ -27,9 +29,9 @@ def config(run_dir: Path, **tracking: Any) -> Config:
 
 
 async def train(config: Config, steps: range, scale: float) -> None:
-    async with Trackers(config, close_s=100) as trackers:
+    async with Trackers(config, close_s=HANG_S) as all_:
         for step in steps:
-            trackers.log(step, {LOSS: step * scale, "rollout/f1": 0.5})
+            all_.log(step, {LOSS: step * scale, "rollout/f1": 0.5})
 
 
 def test_both_go_on_where_a_trainer_stopped_and_hold_no_step_twice(
@@ -37,6 +39,8 @@ def test_both_go_on_where_a_trainer_stopped_and_hold_no_step_twice(
 ) -> None:
     """The second one makes step 3 again, as after a kill between a step and its checkpoint."""
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_X_SERVICE_WAIT", str(HANG_S))
+    monkeypatch.setattr(trackers, "_CLOSE_S", HANG_S)
     both = config(tmp_path, tensorboard=True, wandb=True, project="p")
     asyncio.run(train(both, range(1, 4), 1.0))
     begun = int(time.time())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +56,8 @@ def test_brackets_and_commas_of_a_text_are_text(text: str) -> None:
     ids=["lists", "objects", "numbers", "empty objects", "texts"],
 )
 def test_structure_is_bounded(raw: bytes, says: str) -> None:
-    began = time.process_time()
     with pytest.raises(RequestError, match=f"the body: {says}"):
         admit_json(raw, "the body")
-    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -104,10 +103,10 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         with pipe.open("w"):  # there once the command has it open too
             until = time.monotonic() + HANG_S
-            while process.poll() is None and time.monotonic() < until:
-                process.send_signal(signal.SIGINT)  # one that comes just before the read begins does not end it
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(3)
-            assert process.poll() == INTERRUPTED
+            while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+                assert time.monotonic() < until, "it doesn't read"  # a signal just before would not end the read
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(HANG_S) == INTERRUPTED
         assert process.stderr is not None
         assert process.stderr.read() == "interrupted\n"

@@ -6,7 +6,6 @@ import math
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -248,7 +247,7 @@ BOMBS = {
     "aliases": "custom:\n  a: &a [x, x, x, x, x, x, x, x, x]\n"
     + "".join(f"  {b}: &{b} [*{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}]\n" for a, b in pairwise("abcdefgh")),
     "merges": "custom:\n  a: &a {x: [1, 2]}\n"
-    + "".join(f"  {b}: &{b} {{p: *{a}, q: *{a}, r: *{a}, s: *{a}}}\n" for a, b in pairwise("abcdefghijklm")),
+    + "".join(f"  {b}: &{b} {{p: *{a}, q: *{a}, r: *{a}, s: *{a}}}\n" for a, b in pairwise("abcdefghijklmno")),
     "an alias within itself": "custom: {a: &a [*a]}",
     "deep": "custom: {a: " + "[" * 300 + "]" * 300 + "}",
     "deeper": "custom: {a: " + "[" * 20_000 + "]" * 20_000 + "}",
@@ -269,10 +268,9 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_whatever_a_file_holds_it_is_a_named_error_at_once(tmp_path: Path, name: str) -> None:
-    began = time.process_time()
+    """What they stand for is never built: that would take all memory, or hours."""
     with pytest.raises(ConfigError, match=r"c\.yaml"):
         load_config(write(tmp_path, BOMBS[name]), environ={})
-    assert time.process_time() - began < 5
 
 
 def test_a_few_aliases_are_welcome(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -61,10 +60,8 @@ def tokenizer() -> Any:
 @pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE.keys())
 def test_what_costs_too_much_is_the_jobs_failure_at_once(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template
-    began = time.monotonic()
-    with pytest.raises(RequestError, match="is too expensive"):
+    with pytest.raises(RequestError, match="is too expensive"):  # what isn't refused ends with the memory, or never
         render(tokenizer, [{"role": "user", "content": "a"}])
-    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize("template", FAIR.values(), ids=FAIR.keys())

@@ -7,13 +7,15 @@ import contextlib
 import sys
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+from sluice.pipeline import thread_pool
 from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
-from sluice.pipeline.thread_pool import CoroutineThread, ThreadPool, lost_threads
-from tests.deadlines import HANG_S
+from sluice.pipeline.thread_pool import CoroutineThread, ThreadPool, _Loop, lost_threads
+from tests.deadlines import HANG_S, RUN_S
 from tests.roles import eventually
 
 
@@ -27,7 +29,7 @@ def panic() -> None:
 async def test_a_panic_is_an_ordinary_failure() -> None:
     pool = ThreadPool("render", 1)
     with pytest.raises(RequestError, match="PanicException"):
-        await pool.run(panic, timeout_s=20, what="the prompt")
+        await pool.run(panic, timeout_s=HANG_S, what="the prompt")
     assert await pool.run(lambda: 7, timeout_s=60, what="the next one") == 7
     pool.close()
 
@@ -51,7 +53,7 @@ async def test_what_waits_behind_the_last_thread_is_told_that_it_is_lost() -> No
     await asyncio.sleep(0)
     async with asyncio.timeout(HANG_S):
         with pytest.raises(EngineError, match="too many calls of render never ended"):
-            await pool.run(lambda: 7, timeout_s=30, what="the second")
+            await pool.run(lambda: 7, timeout_s=HANG_S, what="the second")
         with pytest.raises(DeadlineExceeded):
             await hangs
     gate.set()
@@ -99,11 +101,14 @@ async def test_what_hangs_is_counted_bounded_and_replaced() -> None:
     pool.close()
 
 
-async def test_the_clock_starts_with_the_work() -> None:
-    pool, gate = ThreadPool("render", 1), threading.Event()
-    first = asyncio.create_task(pool.run(gate.wait, timeout_s=30, what="the first"))
-    second = asyncio.create_task(pool.run(lambda: 7, timeout_s=1.0, what="the second"))
-    await asyncio.sleep(1.2)
+async def test_the_clock_starts_with_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, gate, now_s = ThreadPool("render", 1), threading.Event(), 0.0
+    monkeypatch.setattr(thread_pool, "time", SimpleNamespace(monotonic=lambda: now_s))
+    first = asyncio.create_task(pool.run(gate.wait, timeout_s=HANG_S, what="the first"))
+    second = asyncio.create_task(pool.run(lambda: 7, timeout_s=0.05, what="the second"))
+    await asyncio.sleep(0)
+    now_s = 1000.0  # and it stands still while the second one works
+    await asyncio.sleep(0.2)  # it looks at the clock several times
     gate.set()
     assert await second == 7
     assert await first
@@ -118,7 +123,7 @@ async def test_callers_that_leave_make_no_more_threads() -> None:
         gate.wait()
 
     calls = [asyncio.create_task(pool.run(work, timeout_s=120, what="it")) for _ in range(40)]
-    await asyncio.to_thread(begun.wait, 60)  # a thread that has begun nothing when its callers leave would be idle
+    await asyncio.to_thread(begun.wait, HANG_S)  # a thread that has begun nothing when its callers leave would be idle
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
@@ -131,7 +136,7 @@ async def test_callers_that_leave_make_no_more_threads() -> None:
 async def test_what_a_caller_left_behind_loses_its_place_at_its_deadline() -> None:
     pool, begun, gate = ThreadPool("render", 1), threading.Event(), threading.Event()
     first = asyncio.create_task(pool.run(lambda: begun.set() or gate.wait(), timeout_s=0.2, what="the first"))
-    assert await asyncio.to_thread(begun.wait, 20)
+    assert await asyncio.to_thread(begun.wait, HANG_S)
     first.cancel()
     assert await pool.run(lambda: 7, timeout_s=60, what="the second") == 7
     assert pool.lost == 1
@@ -161,7 +166,9 @@ async def test_no_call_waits_for_a_running_one_while_a_thread_could_be_started()
         for _ in range(4000):
             pool, together = ThreadPool("render", 2), threading.Barrier(2)
             await pool.run(lambda: None, timeout_s=60, what="what leaves an idle thread")
-            await asyncio.gather(*(pool.run(partial(together.wait, 5), timeout_s=10, what="it") for _ in range(2)))
+            await asyncio.gather(
+                *(pool.run(partial(together.wait, HANG_S), timeout_s=RUN_S, what="it") for _ in range(2))
+            )
             pool.close()
     finally:
         sys.setswitchinterval(interval)
@@ -203,11 +210,11 @@ async def test_coroutines_share_one_loop_that_is_not_the_asking_one() -> None:
 
 
 async def test_a_coroutine_is_cancelled_at_its_deadline_and_its_neighbour_ends() -> None:
-    home, told = CoroutineThread("judge"), threading.Event()
+    home, told = CoroutineThread("judge", grace_s=HANG_S), threading.Event()
 
     async def waits() -> None:
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(RUN_S)
         finally:
             told.set()
 
@@ -221,22 +228,29 @@ async def test_a_coroutine_is_cancelled_at_its_deadline_and_its_neighbour_ends()
     home.close()
 
 
-async def test_a_coroutine_that_blocks_its_loop_is_alone_to_blame() -> None:
+async def test_a_coroutine_that_blocks_its_loop_is_alone_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
     home, gate, begun = CoroutineThread("judge", grace_s=0.05), threading.Event(), 0
-    has_begun, here = asyncio.Event(), asyncio.get_running_loop()
+    has_begun, is_blocked, here = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+    answers = _Loop.answers
+
+    async def once_blocked(loop: _Loop, within_s: float) -> bool:
+        await is_blocked.wait()  # its thread may be late
+        return await answers(loop, within_s)
 
     async def neighbour() -> str:
         nonlocal begun
         begun += 1
         here.call_soon_threadsafe(has_begun.set)
-        await asyncio.sleep(0.01 if begun > 1 else 60)  # the first time it is still there when the loop is blocked
+        await asyncio.sleep(0.01 if begun > 1 else RUN_S)  # the first time it is still there when the loop is blocked
         return "done"
 
     async def blocks() -> None:
+        here.call_soon_threadsafe(is_blocked.set)
         gate.wait()
 
+    monkeypatch.setattr(_Loop, "answers", once_blocked)
     before = lost_threads()
-    first = asyncio.create_task(home.run(neighbour, timeout_s=30, what="the neighbour"))
+    first = asyncio.create_task(home.run(neighbour, timeout_s=HANG_S, what="the neighbour"))
     await has_begun.wait()
     with pytest.raises(DeadlineExceeded, match=r"it blocked its event loop for more than 0\.05 s"):
         await home.run(blocks, timeout_s=0.05, what="it")
@@ -251,8 +265,10 @@ async def test_a_coroutine_that_blocks_its_loop_is_alone_to_blame() -> None:
     home.close()
 
 
-async def test_a_coroutine_that_ignores_its_end_costs_no_other_anything() -> None:
+async def test_a_coroutine_that_ignores_its_end_costs_no_other_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     home, gate = CoroutineThread("judge", grace_s=0.05), threading.Event()
+    answers = _Loop.answers
+    monkeypatch.setattr(_Loop, "answers", lambda loop, _: answers(loop, HANG_S))  # its thread may be late
 
     async def stays() -> None:
         while not gate.is_set():

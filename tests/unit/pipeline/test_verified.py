@@ -29,8 +29,9 @@ def made(tmp_path: Path) -> WeightVersion:
 
 
 def age(directory: Path, *, seconds: float = 10.25) -> None:
+    at = time.time_ns() - round(seconds * 1e9)
     for file in directory.iterdir():
-        os.utime(file, (time.time() - seconds, time.time() - seconds))
+        os.utime(file, ns=(at, at))
 
 
 class Counted:
@@ -97,10 +98,13 @@ def test_damage_after_the_record_is_found(tmp_path: Path, made: WeightVersion, d
     assert one.times == 3, "and what failed is not recorded"
 
 
-def test_files_that_were_only_just_written_get_no_record(tmp_path: Path, made: WeightVersion) -> None:
+def test_files_that_were_only_just_written_get_no_record(
+    tmp_path: Path, made: WeightVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A write within the same tick of the clock would not show."""
-    one = Counted(tmp_path / "records")
-    for seconds in (-3600.25, 0.0, -3600.25):  # also where the server's clock is an hour ahead of this one
+    one, now = Counted(tmp_path / "records"), time.time_ns() | 1  # no whole second
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    for seconds in (-3600.25, 0.02, -3600.25):  # also where the server's clock is an hour ahead of this one
         age(Path(made.path), seconds=seconds)
         one.fetch(made)
         one.fetch(made)

@@ -17,7 +17,7 @@ from tests.contract.engine_fixtures import ragged_prompts, reference, reference_
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vlms import save_tiny_llava, save_tiny_qwen_vl
 
-EXACT = 1e-5
+EXACT = 1e-4
 
 
 @pytest.fixture(scope="module")

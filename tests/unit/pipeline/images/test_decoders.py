@@ -29,7 +29,7 @@ FOREVER_S = 600.0
 def children(of: int | None = None) -> list[int]:
     """Processes of this command whose parent is `of`."""
     tasks = Path(f"/proc/{of or os.getpid()}/task").glob("*/children")
-    found = [int(pid) for task in tasks for pid in task.read_text().split()]
+    found = [int(pid) for task in tasks for pid in _read(task).split()]  # a thread may end meanwhile
     return [pid for pid in found if "sluice.pipeline.images.decode_process" in _read(Path(f"/proc/{pid}/cmdline"))]
 
 
@@ -94,6 +94,7 @@ def test_a_progressive_jpeg_of_many_scans_is_ended_and_the_next_image_decoded() 
         with pytest.raises(RequestError, match=r"^x: not decoded within 3 s \(images\.decode_timeout_s\)"):
             decoders.decode(progressive_jpeg(), "x")
         assert not children()
+        decoders.limits = ImagesConfig(decode_timeout_s=FOREVER_S, decode_processes=1)
         assert decoders.decode(png(), "x").size == (8, 6)
     finally:
         decoders.close()
@@ -159,7 +160,7 @@ def test_who_waits_for_a_process_is_told_that_the_decoders_were_closed() -> None
 
 
 def test_memory_is_bounded() -> None:
-    decoders = Decoders(ImagesConfig(decode_mb=256))
+    decoders = Decoders(ImagesConfig(decode_mb=256, decode_timeout_s=FOREVER_S))
     try:
         data = encoded(Image.new("RGB", (7000, 5000), "red"), "PNG", compress_level=1)
         with pytest.raises(RequestError, match=r"^x: decoding it takes more memory than images\.decode_mb .*256"):

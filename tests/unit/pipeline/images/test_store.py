@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -191,19 +194,23 @@ async def test_closing_ends_what_is_under_way_and_refuses_what_comes_later(site:
         await images.get(ref)
 
 
-async def test_the_loop_goes_on_while_images_are_read(tmp_path: Path) -> None:
-    """Reading waits in a thread: a task that needs the loop runs between the call and its answer."""
-    Image.effect_noise((1500, 1500), 90).save(tmp_path / "a.png")
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0.001)
-
+@pytest.mark.parametrize("step", ["_source._roots.read", "decoders.decode"])
+async def test_the_loop_goes_on_while_images_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Each step that blocks waits in a thread: what it waits for here, the loop does."""
+    (tmp_path / "a.png").write_bytes(png())
+    goes_on, here = threading.Event(), asyncio.get_running_loop()
     async with ImageStore(config(tmp_path)) as images:
-        counter = asyncio.create_task(count())
+        *way, name = step.split(".")
+        owner: Any = functools.reduce(getattr, way, images)
+        real = getattr(owner, name)
+
+        def held(*asked: Any) -> Any:
+            here.call_soon_threadsafe(goes_on.set)
+            assert goes_on.wait(HANG_S)
+            return real(*asked)
+
+        monkeypatch.setattr(owner, name, held)
         await images.get(ImageRef(path="a.png"))
-        counter.cancel()
-    assert turns > 5
+    assert goes_on.is_set()
