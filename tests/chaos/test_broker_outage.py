@@ -11,7 +11,7 @@ import signal
 import time
 from pathlib import Path
 
-from tests.chaos.blows import PATIENT
+from tests.chaos.blows import MANY, PATIENT, end_rows
 from tests.e2e.fixtures import detection_rows
 from tests.e2e.processes import Process
 from tests.e2e.stack import Stack
@@ -46,7 +46,7 @@ def test_outages_of_the_broker_end_no_process_and_cost_nothing(tmp_path: Path, m
     data.mkdir()
     broker = KillableBroker(data)
     broker.start()
-    stack = Stack(tmp_path, broker.url, model_dir, detection_rows(128), "detection")
+    stack = Stack(tmp_path, broker.url, model_dir, detection_rows(MANY), "detection")
     stack.configure(worker={**PATIENT, "lease_s": 2, "renew_s": 0.5}, sampling={"max_new_tokens": 60})
     stack.configure(broker={"socket_timeout_s": 3, "connect_timeout_s": 3})
     try:
@@ -57,6 +57,7 @@ def test_outages_of_the_broker_end_no_process_and_cost_nothing(tmp_path: Path, m
         stack.wait(lambda now: now.trained and started[-1].name in alive(stack), "the first step")
         for stalled in (False, True):
             outlast(stack, broker, started, stalled=stalled)
+        end_rows(stack)
         end = stack.finish()
         assert (end.dead, end.dropped) == (0, 0)
         stack.assert_exactly_once()

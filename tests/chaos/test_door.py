@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.blows import chaos_seed
+from tests.deadlines import RUN_S
 from tests.e2e.agents import tools_dir
 from tests.soak.door import DOOR_EVERY_S, bring_kills
 from tests.soak.plan import DOOR_KINDS, Plan
 
 __all__ = ["tools_dir"]
-pytestmark = pytest.mark.chaos
+# The start, the kills, the clients' end, that of the run, the audit.
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(5 * RUN_S)]
 
 
 def test_thirty_kills_cost_the_openai_client_no_token(tmp_path: Path, tools_dir: Path) -> None:

@@ -20,6 +20,7 @@ from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, SamplingParams, decode
 from sluice.pipeline.wire.tokens import TokenArray
+from tests.deadlines import RUN_S
 from tests.factories import decode_job
 from tests.roles import eventually, run_config
 from tests.tiny_models import save_tiny_model
@@ -131,9 +132,9 @@ async def test_a_job_that_kills_workers_ends_alone_and_the_other_run_ends_whole(
         async def died() -> bool:
             return (await snapshot(client, runs["sick"])).redelivered_jobs > 0
 
-        await eventually(died, "the first death", 240.0)
+        await eventually(died, "the first death", RUN_S / 2)
         await enqueue("well", "c", "d", "e", n=2)
-        await eventually(over, f"both runs to end; see {tmp_path / 'log'}", 240.0)
+        await eventually(over, f"both runs to end; see {tmp_path / 'log'}", RUN_S / 2)
     letters = [decode(DeadLetter, fields[b"d"]) for _, fields in await client.xrange(runs["sick"].dead)]
     assert [(letter.reason, letter.seq_id.rsplit(":", 2)[1]) for letter in letters] == [("worker_deaths", "deadly")]
     assert (await snapshot(client, runs["well"])).dead == 0

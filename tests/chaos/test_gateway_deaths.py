@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import string
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,12 +27,26 @@ from tests.killable_broker import free_ports
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.chaos
-LONG, SHORT = 1000, 12  # tokens; a long answer takes seconds
+LONG, SHORT = 1000, 12  # tokens
+_STEP_S = 0.1  # while slow: a long answer takes minutes, so that none is over before the blow
+_CODE = """
+import time
+from pathlib import Path
+
+from transformers import Qwen3ForCausalLM
+
+
+class SlowForCausalLM(Qwen3ForCausalLM):
+    def forward(self, *args, **kwargs):
+        if Path({path!r}).exists():
+            time.sleep({step_s})
+        return super().forward(*args, **kwargs)
+"""
 
 
 @pytest.fixture(scope="module")
 def endless_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its greedy answers are letters without end, so that every token is seen at once."""
+    """Its greedy answers are letters without end, so that every token is seen at once; see `slow`."""
     directory = save_tiny_model(tmp_path_factory.mktemp("endless"))
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
@@ -41,7 +56,21 @@ def endless_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.config.max_position_embeddings = tokenizer.model_max_length = 4096
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    (directory / "modeling_slow.py").write_text(_CODE.format(path=str(directory / "slow"), step_s=_STEP_S))
+    file = directory / "config.json"
+    auto_map = {"AutoModelForCausalLM": "modeling_slow.SlowForCausalLM"}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "auto_map": auto_map}))
     return directory
+
+
+@contextlib.contextmanager
+def slow(model: Path) -> Iterator[None]:
+    """Whoever decodes with it is slow until the block ends."""
+    (model / "slow").touch()
+    try:
+        yield
+    finally:
+        (model / "slow").unlink()
 
 
 class Caller:
@@ -98,16 +127,16 @@ def user(content: str) -> dict[str, Any]:
 def test_callers_notice_no_death_and_a_caller_that_leaves_frees_its_slot(
     make_stack: MakeStack, endless_model: Path
 ) -> None:
-    stack = make_stack(text_rows(1), "exact_answer", model={"path": str(endless_model)})
-    stack.configure(worker={**PATIENT, "max_batch": 2, "lease_s": 2})
+    stack = make_stack(text_rows(1), "exact_answer", model={"path": str(endless_model), "trust_remote_code": True})
+    stack.configure(worker={**PATIENT, "max_batch": 2, "lease_s": 2}, gateway={"request_timeout_s": RUN_S})
     ports, tokenizer = free_ports(2), AutoTokenizer.from_pretrained(endless_model)
     gateways = [stack.start("gateway", "--set", f"gateway.port={port}") for port in ports]
     workers = [stack.start("worker") for _ in range(2)]
     first, second = (Caller(port, tokenizer) for port in ports)
     stack.wait(lambda now: len(idle(now)) == 4, "all to be ready")
-    a_killed_worker(stack, workers, first)
-    a_killed_gateway(stack, gateways[0], workers[1], first, second)
-    a_caller_that_leaves(stack, workers[1], second)
+    a_killed_worker(stack, endless_model, workers, first)
+    a_killed_gateway(stack, endless_model, gateways[0], first, second)
+    a_caller_that_leaves(stack, endless_model, second)
 
 
 def idle(now: Any) -> list[Any]:
@@ -115,19 +144,20 @@ def idle(now: Any) -> list[Any]:
     return [role for role in roles if role.waiting_for in (NO_JOBS, "requests")]
 
 
-def a_killed_worker(stack: Stack, workers: list[Process], caller: Caller) -> None:
+def a_killed_worker(stack: Stack, model: Path, workers: list[Process], caller: Caller) -> None:
     """Amid an answer to one that streams and to one that waits for the whole."""
     killed, other = workers
     stop(other)
     with ThreadPoolExecutor(1) as threads:
-        whole = threads.submit(caller.whole, [user("whole")], max_tokens=3 * LONG)  # not over before the other began
-        stack.wait(lambda _: len(stack.leased()) == 1, "the job of the whole answer to be taken")
-        stream = caller.stream([user("streamed")])
-        chunks = begun(stream)
-        stop(killed)
-        held = stack.leased()
-        assert list(held.values()) == 2 * [killed.name], "an answer was over before the kill"
-        killed.kill()
+        with slow(model):
+            whole = threads.submit(caller.whole, [user("whole")])
+            stack.wait(lambda _: len(stack.leased()) == 1, "the job of the whole answer to be taken")
+            stream = caller.stream([user("streamed")])
+            chunks = begun(stream)
+            stop(killed)
+            held = stack.leased()
+            assert list(held.values()) == 2 * [killed.name], "an answer was over before the kill"
+            killed.kill()
         resume(other)
         chunks += stream
         whole.result()
@@ -135,15 +165,15 @@ def a_killed_worker(stack: Stack, workers: list[Process], caller: Caller) -> Non
     assert stack.snapshot().redelivered_jobs >= 2
 
 
-def a_killed_gateway(stack: Stack, victim: Process, worker: Process, first: Caller, second: Caller) -> None:
+def a_killed_gateway(stack: Stack, model: Path, victim: Process, first: Caller, second: Caller) -> None:
     """Amid a rollout's second turn; the same request at another gateway is answered with that turn."""
     head = {"X-Rollout-Id": "r"}
     opened = first.whole([user("hello")], max_tokens=SHORT, extra_headers=head)
     messages = [user("hello"), opened.choices[0].message.to_dict(), user("more")]
     replied = counted(stack, "replied")
-    stream = first.stream(messages, extra_headers=head)
-    seen = begun(stream)
-    with stopped(worker):
+    with slow(model):
+        stream = first.stream(messages, extra_headers=head)
+        seen = begun(stream)
         assert stack.leased(), "the answer was over before the kill"
         victim.kill()
     with pytest.raises((openai.APIConnectionError, httpx.TransportError)):
@@ -164,14 +194,14 @@ def a_killed_gateway(stack: Stack, victim: Process, worker: Process, first: Call
     assert result.response_mask.expand() == [1] * SHORT + [0] * added + [1] * LONG
 
 
-def a_caller_that_leaves(stack: Stack, worker: Process, caller: Caller) -> None:
+def a_caller_that_leaves(stack: Stack, model: Path, caller: Caller) -> None:
     """Its job is cancelled, and the worker has room for another."""
-    stream = caller.stream([user("leaves")])
-    begun(stream)
-    with stopped(worker):
+    with slow(model):
+        stream = caller.stream([user("leaves")])
+        begun(stream)
         [job_id] = stack.leased()
         stream.close()  # type: ignore[attr-defined]
-    stack.wait(lambda now: not now.queued_jobs and not stack.leased(), "the job to end")
+        stack.wait(lambda now: not now.queued_jobs and not stack.leased(), "the job to end")
     end = read_end(raw(stack).get(f"{stack.keys.replies}{job_id}:0"))
     assert isinstance(end, DeadLetter)
     assert end.reason == "cancelled"
@@ -179,14 +209,6 @@ def a_caller_that_leaves(stack: Stack, worker: Process, caller: Caller) -> None:
     caller.whole([user("another")], max_tokens=SHORT)
     now = stack.snapshot()
     assert (now.enqueued, now.committed, now.dead, now.open_rollouts) == (1, 1, 0, 0), "a call is no training data"
-
-
-@contextlib.contextmanager
-def stopped(worker: Process) -> Iterator[None]:
-    """Its answers are not over before the block ends."""
-    stop(worker)
-    yield
-    resume(worker)
 
 
 def counted(stack: Stack, name: str) -> int:

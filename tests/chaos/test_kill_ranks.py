@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.blows import MANY, end_rows
 from tests.chaos.rank_blows import assert_each_once, start_and_kill
 from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, detection_rows
@@ -36,13 +37,14 @@ def test_the_same_with_checkpoints_beside_the_steps(make_stack: MakeStack) -> No
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_the_supervisor_starts_ranks_again(make_stack: MakeStack, blow: signal.Signals) -> None:
     stack = make_stack(
-        detection_rows(96),
+        detection_rows(MANY),
         trainer={"ranks": 2, "rank_timeout_s": 45.0},
         up={"restart_backoff_s": 0.1, "stop_grace_s": 10},
     )
     command = stack.start("up")
-    stack.wait(lambda now: now.trained >= 8, "a first step", 240)
+    stack.wait(lambda now: now.trained >= 8, "a first step")
     os.kill(pid_of_rank(stack, 1), blow)
+    end_rows(stack)
     assert command.wait(RUN_S) == 0, command.tail() + stack.report(stack.snapshot())
     stack.assert_exactly_once()
     said = (stack.run_dir / "logs/trainer.log").read_text()

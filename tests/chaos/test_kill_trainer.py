@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from sluice.pipeline.errors import WeightsError
 from sluice.pipeline.weights.shared_memory import MEMORY
 from sluice.pipeline.weights.versions import digest_of
-from tests.chaos.blows import seeded
+from tests.chaos.blows import MANY, end_rows, seeded
 from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import Process
@@ -28,7 +29,7 @@ def start_all_but_the_trainer(stack: Stack) -> None:
 @pytest.mark.parametrize("transport", ["directory", "engine"])
 def test_killed_at_random_moments(make_stack: MakeStack, transport: str) -> None:
     dice = seeded()
-    stack = make_stack(detection_rows(104), weights={"transport": transport})
+    stack = make_stack(detection_rows(MANY), weights={"transport": transport})
     start_all_but_the_trainer(stack)
     seen: dict[int, str] = {}
     for goal in (8, 56):
@@ -41,6 +42,7 @@ def test_killed_at_random_moments(make_stack: MakeStack, transport: str) -> None
     stack.start("train")
     if transport == "engine":
         stack.wait(lambda now: len(in_memory(stack)) == 2, "the trainer and its worker to have memory")
+    end_rows(stack)
     stack.finish()
     assert seen.items() <= stack.digests().items(), "a version number has two digests"
     stack.assert_exactly_once()
@@ -54,25 +56,14 @@ def in_memory(stack: Stack) -> list[Path]:
 
 
 def die_between_checkpoint_and_publish(stack: Stack) -> Path:
-    """Trainers are killed as soon as a new checkpoint stands, until one was not published yet; returns it."""
-    folder = stack.run_dir / "checkpoints"
-    newest = 1  # the first one is published before there is a run to speak of
-    while newest < 11:
-        trainer = stack.start("train")
-        until = time.monotonic() + RUN_S
-        while not any(number > newest for number in checkpoints(folder)):
-            assert time.monotonic() < until, stack.report(stack.snapshot())
-            assert trainer.popen.poll() is None, trainer.tail()
-            time.sleep(0.0005)
-        trainer.kill()
-        newest = max(checkpoints(folder))
-        if stack.snapshot().latest_version == newest - 1:
-            return folder / f"step-{newest:06d}"
-    pytest.fail("no trainer died between a checkpoint and its publication")
-
-
-def checkpoints(folder: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in folder.glob("step-*")]
+    """Start a trainer that kills itself there; returns the checkpoint."""
+    command = [sys.executable, "-m", "tests.dying_rank", "publish", "0", str(stack.directory)]
+    trainer = stack.spawn([*command, "train", "-c", str(stack.config_file)], name="dying", RANK="0")
+    trainer.expendable = True
+    assert trainer.wait(RUN_S) == -signal.SIGKILL, trainer.tail()
+    newest = max((stack.run_dir / "checkpoints").glob("step-*"))
+    assert stack.snapshot().latest_version == int(newest.name.removeprefix("step-")) - 1
+    return newest
 
 
 def test_dead_between_checkpoint_and_publish_publishes_the_same_weights(make_stack: MakeStack) -> None:
@@ -92,7 +83,7 @@ def test_dead_between_checkpoint_and_publish_publishes_the_same_weights(make_sta
 
 def test_paused_trainers_are_replaced_and_write_nothing_when_they_come_back(make_stack: MakeStack) -> None:
     """The first one in the middle of the run, the second one after its end."""
-    stack = make_stack(detection_rows(120))
+    stack = make_stack(detection_rows(MANY))
     start_all_but_the_trainer(stack)
     first = stack.start("train")
     stack.wait(lambda now: now.trained >= 8, "a first step")
@@ -103,6 +94,7 @@ def test_paused_trainers_are_replaced_and_write_nothing_when_they_come_back(make
     first.signal(signal.SIGCONT)
     assert_it_gave_up(first)
     third = successor(stack)
+    end_rows(stack)
     stack.wait(lambda now: now.state == "finished", "the third trainer to end the run")
     assert third.wait() == 0, third.tail()
     assert seen.items() <= stack.digests().items(), "a version number has two digests"

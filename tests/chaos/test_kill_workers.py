@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.blows import NO_JOBS, PATIENT, resume, stop_while_it_decodes, stop_while_it_holds_jobs
+from tests.chaos.blows import (
+    MANY,
+    NO_JOBS,
+    PATIENT,
+    end_rows,
+    resume,
+    stop_while_it_decodes,
+    stop_while_it_holds_jobs,
+)
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.stack import STOPPED
 
@@ -13,7 +21,7 @@ pytestmark = pytest.mark.chaos
 
 def test_a_killed_and_a_paused_worker_lose_nothing_and_commit_nothing_late(make_stack: MakeStack) -> None:
     stack = make_stack(
-        detection_rows(32),
+        detection_rows(MANY),
         sampling={"max_new_tokens": 150},
         worker={**PATIENT, "max_batch": 4, "lease_s": 2, "checkpoint_tokens": 8},
     )
@@ -30,9 +38,10 @@ def test_a_killed_and_a_paused_worker_lose_nothing_and_commit_nothing_late(make_
     assert stack.snapshot().redelivered_jobs >= len(orphans | frozen)
     resume(paused)
     stack.wait(lambda now: refused(paused.text()) >= 1, "the late attempts to be refused")
+    end_rows(stack)
     end = stack.finish()
     stack.assert_exactly_once()
-    assert end.committed == 32
+    assert end.committed == len(stack.rows)
     assert survivor.popen.poll() == STOPPED
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.chaos
 ROOT = Path(__file__).parents[2]
 GROUP = 4
 POLICY: dict[str, Any] = {
-    "policy": {"enabled": True},
+    "policy": {"enabled": True, "score_wait_s": RUN_S},  # a scorer may be long in starting
     "producer": {"group_size": GROUP, "samples_per_version": 8, "max_in_flight": 32, "max_staleness": 3},
     "worker": {"checkpoint_tokens": 16, "lease_s": 2, "max_batch": 4, "logprobs_mode": "processed"},
     "scorer": {"lease_s": 2},

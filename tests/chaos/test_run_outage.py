@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from sluice.pipeline.broker.embedded import embedded_broker
-from tests.chaos.blows import PATIENT
+from tests.chaos.blows import MANY, PATIENT, cut_rows, end_rows, newest_row
 from tests.deadlines import HANG_S, RUN_S
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import BIN, Process, wait_gone
@@ -29,7 +29,7 @@ def outer(tmp_path: Path, model_dir: Path) -> Iterator[tuple[Stack, KillableBrok
     data.mkdir()
     broker = KillableBroker(data)
     broker.start()
-    stack = Stack(tmp_path, broker.url, model_dir, detection_rows(48), "detection")
+    stack = Stack(tmp_path, broker.url, model_dir, detection_rows(MANY), "detection")
     worker, up = {**PATIENT, "lease_s": 2, "renew_s": 0.5}, {"stop_grace_s": 60.0}
     stack.configure(worker=worker, up=up, sampling={"max_new_tokens": 60})
     try:
@@ -59,7 +59,7 @@ def roles(stack: Stack) -> dict[str, int]:
 
 
 def test_a_run_survives_the_death_of_its_own_broker(make_stack: MakeStack) -> None:
-    stack = make_stack(detection_rows(96), embedded=True, worker=PATIENT, sampling={"max_new_tokens": 60})
+    stack = make_stack(detection_rows(MANY), embedded=True, worker=PATIENT, sampling={"max_new_tokens": 60})
     run = stack.start("run")
     card = stack.directory / "broker" / "broker.json"
     stack.broker_url = wait(lambda: json.loads(card.read_text())["url"], "the broker", run)
@@ -71,6 +71,7 @@ def test_a_run_survives_the_death_of_its_own_broker(make_stack: MakeStack) -> No
     after = roles(stack)
     assert {name: after[name] for name in before if name in after} == {n: before[n] for n in before if n in after}
     assert {"trainer", "consumer-0", "worker-0"} <= set(after)
+    end_rows(stack)
     assert run.wait(RUN_S) == 0, run.tail()
     assert "the embedded broker is back" in run.text()
     wait_gone(stack.mark)
@@ -93,6 +94,8 @@ def test_an_interruption_while_the_broker_is_gone_takes_effect_at_once(outer: tu
     assert "the broker is gone" in run.text()
     wait_gone(stack.mark)
     broker.start()
+    stack.wait(lambda now: now.enqueued, "the broker to be back")
+    cut_rows(stack)
     again = stack.start("run")
     assert again.wait(RUN_S) == 0, again.tail()
     stack.assert_exactly_once()
@@ -102,18 +105,19 @@ def test_a_producer_that_was_done_goes_over_its_rows_again_when_the_broker_lost_
     outer: tuple[Stack, KillableBroker],
 ) -> None:
     stack, _ = outer
-    # It can be done before the first step.
-    stack.configure(producer={"max_in_flight": 48, "max_staleness": 5}, weights={"retention": 7})
+    # The producer can be done before the first step, and the run isn't over before its worker is started.
+    stack.configure(data={"limit": 48}, worker={"count": 0}, weights={"retention": 7})
+    stack.configure(producer={"max_in_flight": 48, "max_staleness": 5})
+    stack.rows = stack.rows[:48]
     run = stack.start("run")
-    trainer = wait(lambda: roles(stack).get("trainer"), "the trainer", run)
-    os.kill(trainer, signal.SIGSTOP)  # else the run may be over before the producer's process is
     wait(lambda: stack.snapshot().exhausted, "the producer's end", run)
     wait(lambda: "producer" not in roles(stack), "its process to end", run)
     with stack.client() as client:  # what a power loss does to the last thing that was written
         client.hset(stack.keys.source, "exhausted", "0")
-    os.kill(trainer, signal.SIGCONT)
     wait(lambda: stack.snapshot().exhausted, "the producer to say it again", run)
+    worker = stack.start("worker")
     assert run.wait(RUN_S) == 0, run.tail()
+    worker.terminate()
     assert "reads its rows again" in run.text()
     stack.assert_exactly_once()
 
@@ -130,6 +134,7 @@ def test_a_worker_that_dies_under_supervision_loses_its_leases_at_once(outer: tu
     wait(lambda: announced(stack) and "worker-0" in stack.leased().values(), "a worker that holds jobs", run)
     os.kill(roles(stack)["worker-0"], signal.SIGKILL)
     wait(lambda: "leases of a dead process ended" in run.text(), "the supervisor to end its leases", run)
+    end_rows(stack)
     # A lease that was left behind would block its job, and so the end of the run, for a quarter of an hour.
     assert run.wait(RUN_S) == 0, run.tail()
     stack.assert_exactly_once()
@@ -146,6 +151,8 @@ def test_arqs_own_command_survives_a_restart_of_the_broker(outer: tuple[Stack, K
         broker.kill()
         time.sleep(3)  # six polls of arq's
         broker.start()
+    stack.wait(lambda now: now.enqueued, "the broker to be back")
+    end_rows(stack)
     end = stack.finish()
     assert end.dead == 0
     stack.assert_exactly_once()
@@ -172,9 +179,11 @@ def test_a_run_whose_broker_is_flushed_trains_nothing_twice(outer: tuple[Stack, 
     stack, broker = outer
     run = stack.start("run")
     wait(lambda: stack.snapshot().trained > 8, "the first steps", run)
-    with redis.Redis(port=broker.port, socket_timeout=5) as admin:
-        raw: Any = admin
-        raw.flushdb()
+    with redis.Redis(port=broker.port, socket_timeout=HANG_S) as admin:
+        both: Any = admin.pipeline()
+        [before, _] = both.hget(stack.keys.source, "cursor").flushdb().execute()
+    wait(lambda: newest_row(stack) > int(before.partition(b":")[2]), "rows that were not there before", run)
+    end_rows(stack)
     assert run.wait(RUN_S) == 0, run.tail()
     trained = stack.trained()
     assert len(trained) == len(set(trained))

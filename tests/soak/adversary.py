@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.blows import is_stopped
+from tests.deadlines import HANG_S, RUN_S
 from tests.e2e.stack import Stack
 from tests.hosts.clocks import clock
 from tests.soak.battered_broker import BatteredBroker, ReplicatedBroker
@@ -30,8 +31,6 @@ from tests.soak.roles import Roles
 from tests.soak.site import Site
 from tests.soak.witness import Witness, strike
 
-_VICTIM_S = 240.0  # a machine that does much else beside this takes its time to start a process
-_BACK_S = 60.0
 _HOLDS_S = 3.0
 _SETTLE_S = 0.05  # what a stopped worker had sent arrives
 _BROKER, _RUN = "broker", "run"
@@ -255,7 +254,7 @@ class Adversary:
     def _victim(self, fault: Fault) -> tuple[str, int]:
         names = self._roles.names(fault.role)
         name = names[int(fault.pick * len(names))]
-        until = time.monotonic() + _VICTIM_S
+        until = time.monotonic() + RUN_S
         while True:
             pid = self._roles.pid(name)
             if pid is not None and _state(pid) != "T" and (fault.eager or name in self._roles.ready(fault.role)):
@@ -273,7 +272,7 @@ class Adversary:
         return any(b.is_on and name in b.names and (not verbs or b.fault.verb in verbs) for b in self.blows)
 
     def _wait_healed(self, name: str, verbs: tuple[str, ...] = ()) -> None:
-        until = time.monotonic() + _BACK_S
+        until = time.monotonic() + HANG_S
         while self._is_on(name, verbs):
             assert time.monotonic() < until, f"{name} did not come back from the fault before"
             time.sleep(0.05)

@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 import redis
 
 from sluice.pipeline.broker.append_only import close_gaps
+from tests.deadlines import HANG_S
 from tests.failovers import Cluster, Failover
 from tests.killable_broker import KillableBroker
-
-_READY_S = 30.0
 
 
 class BatteredBroker(KillableBroker):
@@ -40,14 +39,14 @@ class BatteredBroker(KillableBroker):
 
     def wait_ready(self) -> None:
         """Until it answers; fails at the deadline."""
-        until = time.monotonic() + _READY_S
+        until = time.monotonic() + HANG_S
         while not self._answers():
-            assert time.monotonic() < until, f"the broker did not answer within {_READY_S:.0f} s:\n{self._last_lines()}"
+            assert time.monotonic() < until, f"the broker did not answer within {HANG_S:.0f} s:\n{self._last_lines()}"
             time.sleep(0.02)
 
     def _answers_or_ends(self) -> bool:
         """False: its process has ended by itself. Another fault may kill it meanwhile; that one starts it again."""
-        until = time.monotonic() + _READY_S
+        until = time.monotonic() + HANG_S
         while time.monotonic() < until and not self._answers():
             if (process := self._process) is not None and process.poll() is not None and process is self._process:
                 return False
@@ -69,7 +68,7 @@ class BatteredBroker(KillableBroker):
         """In order, with all its data."""
         assert self._process
         self._process.terminate()
-        self._process.wait(_READY_S)
+        self._process.wait(HANG_S)
         self.start()
 
     def start_ended(self) -> None:

@@ -25,6 +25,7 @@ from sluice.demo.tools import demonstrations
 from sluice.pipeline.child_process import tethered
 from tests.chaos.blows import PATIENT
 from tests.chaos.test_policy_run import audit
+from tests.deadlines import RUN_S
 from tests.e2e.agents import CALLING, agent_rows
 from tests.e2e.processes import Process
 from tests.e2e.stack import Stack
@@ -39,7 +40,6 @@ THREE_TURNS = [one for one in CALLING if len(one.calls) == 2]
 _TALKS = ROOT / "tests" / "clients" / "talks"
 _AGENTS = 4
 _ROWS = 4  # an epoch
-_START_S = _END_S = 300.0
 _ROLLOUT_S = 7200.0  # its server is killed all the time, and how long that one takes to start again is the machine's
 DOOR_EVERY_S = 0.6  # between two kills that need not wait for their victims
 _RESCORED = ("sequences", "tokens", "right", "marked", "wrong", "unchecked", "max_error", "told_apart")
@@ -59,15 +59,15 @@ def bring_kills(
     run = door_soak(directory, model, gateways=2, workers=2)
     try:
         clients = Clients(run.stack, names, verifiers)
-        run.stack.wait(lambda _: clients.all_play(), "a rollout of each client", _START_S)
+        run.stack.wait(lambda _: clients.all_play(), "a rollout of each client")
         done = plan[: run.endure(plan, for_s)]
         clients.finish()
-        verdict = Verdict(run, run.finish(_END_S), lots_of_door(run, clients))
+        verdict = Verdict(run, run.finish(RUN_S), lots_of_door(run, clients))
         found: dict[str, Any] = {"done": len(done), "skipped": 0, "by_kind": Plan.counted(done)}
         try:
             clients.assert_answers_or_retryable()
             clients.assert_tokens(model)
-            rescored = audit(run.stack, _END_S)
+            rescored = audit(run.stack)
             found["rescored"] = {name: rescored[name] for name in _RESCORED}
             assert (rescored["wrong"], rescored["unchecked"]) == (0, 0), rescored
             assert rescored["sequences"] == assert_trained_tokens(run, model) == verdict.end.trained
@@ -135,7 +135,7 @@ class Clients:
         """Each ends what it has begun; one that gave up fails here, with its log."""
         self._stop.touch()
         for process in self._processes.values():
-            assert process.wait(_END_S) == 0, process.tail()
+            assert process.wait(RUN_S) == 0, process.tail()
 
     def said(self, name: str) -> list[dict[str, Any]]:
         """The lines of a client: `rollout`, `sample`, `refused`, `again` or `cut`."""

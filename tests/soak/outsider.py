@@ -20,12 +20,12 @@ from arq.connections import ArqRedis
 from sluice.pipeline.queue import arq_redis_settings, arq_serializer
 from sluice.pipeline.wire.keys import ARQ_JOB
 from sluice.pipeline.wire.messages import DecodeJob, ImageRef, SamplingParams, encode
+from tests.deadlines import HANG_S
 from tests.e2e.stack import Stack
 from tests.soak.spinning import asks_to_spin
 
 TRAINED = "trained"
 Ends = dict[str, str]
-_PATIENCE_S = 60.0
 _TRUTH = [{"desc": "seven", "bbox_2d": [1, 2, 500, 900]}]
 
 
@@ -162,7 +162,7 @@ class Outsider:
 
     def _surely(self, act: Callable[[Any], Any]) -> None:
         """Again until the broker has taken it."""
-        until = time.monotonic() + _PATIENCE_S
+        until = time.monotonic() + HANG_S
         while True:
             try:
                 with self._stack.client() as client:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import redis
 
 from sluice.pipeline.status.snapshot import Snapshot
+from tests.deadlines import HANG_S, RUN_S
 from tests.e2e.fixtures import detection_rows
 from tests.e2e.stack import STOPPED, Row, Stack
 from tests.soak.adversary import Adversary
@@ -33,8 +34,6 @@ LEASE_S = 3.0
 KEEP_RESULT_S = 60.0  # longer than any fault: an answer that got lost is asked for again within it
 BrokerKind = Literal["single", "sentinel", "cluster"]
 _INTERRUPTED = 130
-_START_S = 240.0
-_STOP_S = 90.0
 _LEAST_PAUSE_S = 0.3
 _SECTIONS: dict[str, dict[str, Any]] = {
     "data": {"epochs": 100_000},
@@ -68,7 +67,7 @@ class _Supervised:
     def stop(self) -> None:
         self._supervisor.signal(signal.SIGTERM)
         self._supervisor.expendable = True
-        assert self._supervisor.wait(_STOP_S) == _INTERRUPTED, "it did not stop as one that is interrupted"
+        assert self._supervisor.wait(HANG_S) == _INTERRUPTED, "it did not stop as one that is interrupted"
 
     def complete(self, deadline_s: float) -> None:
         """Start again, and wait for the end."""
@@ -105,7 +104,7 @@ class _OnHosts:
 
     def _stop(self, names: list[str]) -> None:
         starting = -signal.SIGTERM  # its handler was not there yet
-        codes = self._fleet.stop(_STOP_S)
+        codes = self._fleet.stop(HANG_S)
         odd = {name: codes[name] for name in names if codes.get(name, 0) not in (0, STOPPED, starting)}
         assert not odd, "\n".join([f"they did not stop when they were asked to: {odd}", *self._fleet.tails()])
 
@@ -160,7 +159,7 @@ class SoakRun:
 
     def endure(self, plan: Sequence[Fault], for_s: float = math.inf) -> int:
         """Every fault of the plan, in its order; no further one after `for_s`. Returns how many there were."""
-        self.stack.wait(lambda now: now.trained > 0, "the first step", _START_S)
+        self.stack.wait(lambda now: now.trained > 0, "the first step", RUN_S)
         self.witness.start()
         self.asker.start()
         began, done = time.monotonic(), 0

@@ -21,6 +21,7 @@ import msgspec
 import pytest
 
 from tests.chaos.blows import chaos_seed
+from tests.deadlines import RUN_S
 from tests.soak.adversary import Blow
 from tests.soak.explanation import Findings, judge, save
 from tests.soak.parts import Parts, report
@@ -33,11 +34,10 @@ FAULTS = int(os.environ.get("SLUICE_SOAK_FAULTS") or 3)
 BROKER: BrokerKind = msgspec.convert(os.environ.get("SLUICE_SOAK_BROKER") or "single", BrokerKind)
 FOR_S = 60 * float(os.environ.get("SLUICE_SOAK_MINUTES") or math.inf)
 _LONG = 60  # faults; from here on it is a soak with more processes
-_END_S = 300.0
 
 pytestmark = [
     pytest.mark.chaos,
-    pytest.mark.timeout(700 + min(25 * FAULTS, 3 * FOR_S)),
+    pytest.mark.timeout(3 * RUN_S + min(25 * FAULTS, 3 * FOR_S)),
     pytest.mark.skipif("SLUICE_SOAK_FAULTS" not in os.environ, reason="`make soak`; tests/chaos has random kills"),
 ]
 
@@ -71,7 +71,7 @@ def endure(run: SoakRun, plan: Plan, parts: Parts, *, long: bool) -> None:
     looks, blows = run.asker.looks, run.adversary.blows
     save(run.stack.directory / "evidence.json", looks, blows)
     explained = judge(looks, blows)
-    verdict = Verdict(run, run.finish(_END_S), lots_of(run))
+    verdict = Verdict(run, run.finish(RUN_S), lots_of(run))
     summary: dict[str, Any] = {}
     try:
         verdict.assert_all()
