@@ -312,15 +312,19 @@ class _Presence:
         time.sleep(2 * _REPEAT_S)
         now = self._seen()
         return now, {
-            rank: f"has ended or was stopped, in {what[1]}" for rank, what in now.items() if what[0] == first[rank][0]
+            rank: f"has ended or was stopped, in {what[1]}" if what[0] else "has ended, or is late, in its start"
+            for rank, what in now.items()
+            if what[0] == first[rank][0]
         }
 
     def _seen(self) -> dict[int, tuple[str, str]]:
-        """Of every other rank: how often it has spoken, and what it does."""
+        """Of every other rank: how often it has spoken, and what it does; empty before it has spoken once."""
         found: dict[int, tuple[str, str]] = {}
         for rank in range(self._size):
             if rank != self._rank:
-                count, _, doing = self._store.get(str(rank)).decode().partition(" ")
+                name = str(rank)
+                said = self._store.get(name) if self._store.check([name]) else b""
+                count, _, doing = said.decode().partition(" ")
                 found[rank] = count, doing
         return found
 

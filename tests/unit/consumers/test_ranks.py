@@ -150,12 +150,15 @@ def _until_rank_0_has_spoken(_: float) -> None:
     _until(lambda: _said(0) != before, "rank 0 to speak")
 
 
-def _left(rank: int, port: int) -> str:
+def _left(rank: int, port: int, speaks: bool) -> str:
     """Why the group ended while this rank worked, and the other was killed."""
+    if rank and not speaks:
+        group._Presence._repeat = lambda self: None
     ranks = _rank(rank, port)
     ranks.joined("names", b"null")
     if rank:
-        _shared().wait([str(rank)], timedelta(seconds=HANG_S))  # who has never spoken can't fall silent
+        if speaks:
+            _shared().wait([str(rank)], timedelta(seconds=HANG_S))
         os.kill(os.getpid(), signal.SIGKILL)
 
     def work() -> bytes:
@@ -213,11 +216,20 @@ def test_others_wait_for_long_work_of_rank_0_and_name_its_end(
     assert then.startswith(f"rank 0 of 2 {how} in a version; so rank 1 failed in no command")
 
 
-def test_the_end_of_another_is_raised_behind_the_work_of_rank_0(launchers_store: TCPStore) -> None:
+@pytest.mark.parametrize(
+    ("speaks", "how"),
+    [
+        pytest.param(True, "has ended or was stopped, in ", id="killed at work"),
+        pytest.param(False, "has ended, or is late, in its start; ", id="killed before it spoke"),
+    ],
+)
+def test_the_end_of_another_is_raised_behind_the_work_of_rank_0(
+    launchers_store: TCPStore, speaks: bool, how: str
+) -> None:
     with _process() as (first, _), _process() as (second, _):
-        own = first.submit(_left, 0, launchers_store.port)
-        second.submit(_left, 1, launchers_store.port)
-        assert own.result(HANG_S).startswith("rank 1 of 2 has ended or was stopped")
+        own = first.submit(_left, 0, launchers_store.port, speaks)
+        second.submit(_left, 1, launchers_store.port, speaks)
+        assert own.result(HANG_S).startswith(f"rank 1 of 2 {how}")
 
 
 def test_any_error_of_rank_0_is_raised_by_all_and_the_next_call_works(launchers_store: TCPStore) -> None:
