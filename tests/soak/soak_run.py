@@ -20,7 +20,7 @@ import redis
 from sluice.pipeline.status.snapshot import Snapshot
 from tests.deadlines import HANG_S, RUN_S
 from tests.e2e.fixtures import detection_rows
-from tests.e2e.stack import STOPPED, Row, Stack
+from tests.e2e.stack import ENDLESS, STOPPED, Row, Stack
 from tests.soak.adversary import Adversary
 from tests.soak.battered_broker import BatteredBroker, ReplicatedBroker
 from tests.soak.explanation import Asker
@@ -36,7 +36,7 @@ BrokerKind = Literal["single", "sentinel", "cluster"]
 _INTERRUPTED = 130
 _LEAST_PAUSE_S = 0.3
 _SECTIONS: dict[str, dict[str, Any]] = {
-    "data": {"epochs": 100_000},
+    "data": ENDLESS,
     "worker": {
         "lease_s": LEASE_S,
         "renew_s": 0.75,
@@ -183,9 +183,7 @@ class SoakRun:
     def finish(self, deadline_s: float) -> Snapshot:
         """Let it come to its end; everything that it started is gone then."""
         self._processes.stop()
-        with self.stack.client() as client:
-            cursor: Any = client.hget(self.stack.keys.source, "cursor")
-        self.stack.configure(data={"epochs": int(cursor.split(b":")[0]) + 1})
+        self.stack.end_data()
         self._processes.complete(deadline_s)
         self.witness.stop()
         return self.stack.snapshot()

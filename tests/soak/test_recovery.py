@@ -15,7 +15,7 @@ from tests.chaos.blows import stop_while_it_holds_jobs
 from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import Process
-from tests.e2e.stack import Stack
+from tests.e2e.stack import ENDLESS, Stack
 from tests.soak.leases import look
 from tests.soak.recovery import ENOUGH, Recoveries
 
@@ -26,7 +26,7 @@ pytestmark = [
 LEASE_S = 2.0
 KILLS = ENOUGH
 _SECTIONS: dict[str, dict[str, Any]] = {
-    "data": {"epochs": 100_000},  # busy until the test is over
+    "data": ENDLESS,
     "sampling": {"max_new_tokens": 150},
     # Few enough for one worker, so that the other one always has room.
     "producer": {"max_in_flight": 8, "samples_per_version": 8},
