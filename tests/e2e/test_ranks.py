@@ -197,4 +197,5 @@ def test_ranks_end_with_the_process_that_started_them(make_stack: MakeStack, num
     trainer.signal(number)
     assert trainer.wait() == {signal.SIGTERM: STOPPED, signal.SIGKILL: -signal.SIGKILL}[number], trainer.tail()
     wait_gone(stack.mark)
+    assert "ranks were not told of the end" not in trainer.text()
     assert not stack.litter()
