@@ -9,6 +9,7 @@
 | jobs               | a signal of enqueue, or the next poll         |
 | room               | a task that ends                              |
 | its last jobs      | their end, or `drain_s` after a stop          |
+| new weights        | their load, or a hang of the engine           |
 
 On stop: no more claims, finish within `drain_s`, hand the rest back; after an engine's error with blame.
 """
@@ -158,7 +159,8 @@ class LeasedWorker:
         self._must_drain = False
         self._unaccepted = deque[Claim]()  # claimed, and not yet the holder's
         self._suspects = set[str]()  # jobs that have this worker for themselves, until they get on
-        self._pulse = Pulse(min(_BEAT_S, self.settings.stall_timeout_s / 4))
+        self._unless_hung: asyncio.Timeout | None = None  # ends what is awaited before a claim
+        self._pulse = Pulse(min(_BEAT_S, self.settings.stall_timeout_s / 4), self._look_for_hangs)
         self._beaten = self._swept = float("-inf")
         self._look_at = float("-inf")  # monotonic seconds
 
@@ -235,7 +237,7 @@ class LeasedWorker:
         if time.monotonic() - self._swept >= _SWEEP_S:
             self._swept = time.monotonic()
             await self.queue.sweep(_SWEEP_S)
-        await self._hooks.before_claim()  # may take minutes: new weights
+        await self._before_claim()
         if self.stop.is_set() or time.monotonic() < self._look_at:
             self._hooks.each_turn()
             return False
@@ -245,6 +247,24 @@ class LeasedWorker:
             return True
         self._look_at = time.monotonic() + (got.again_s or self._poll_now_s())
         return False
+
+    async def _before_claim(self) -> None:
+        """May take minutes (new weights); if the engine hangs meanwhile over what it runs, it would never end."""
+        self._unless_hung = limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                await self._hooks.before_claim()
+        except TimeoutError:
+            if limit.expired():
+                raise self._hang() from None
+            raise
+        finally:
+            self._unless_hung = None
+
+    def _look_for_hangs(self) -> None:
+        limit = self._unless_hung
+        if self.keeper.stalled and limit is not None and not limit.expired():
+            limit.reschedule(self._loop.time())
 
     def _poll_now_s(self) -> float:
         """Each look takes time from what does the work."""
@@ -321,10 +341,13 @@ class LeasedWorker:
         if self.broken is not None:
             raise self.broken
         if self.keeper.stalled:
-            raise EngineHangs(f"no progress for {self.settings.stall_timeout_s:.0f} s")
+            raise self._hang()
         if not self.keeper.is_alive():
             raise EngineError("the lease keeper thread has died")
         self._pulse.check()
+
+    def _hang(self) -> EngineHangs:
+        return EngineHangs(f"no progress for {self.settings.stall_timeout_s:.0f} s")
 
     def _alive(self) -> float:
         return min(self._pulse.beaten, self._hooks.progress())
@@ -384,8 +407,8 @@ class LeasedWorker:
 class Pulse:
     """The loop's background tasks and its sign of life: `beaten` is the monotonic time of its last turn."""
 
-    def __init__(self, every_s: float) -> None:
-        self._every_s = every_s
+    def __init__(self, every_s: float, each_time: Callable[[], None]) -> None:
+        self._every_s, self._each_time = every_s, each_time
         self.beaten = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -410,6 +433,7 @@ class Pulse:
     async def _beat(self) -> None:
         while True:
             self.beaten = time.monotonic()
+            self._each_time()
             await asyncio.sleep(self._every_s)
 
 

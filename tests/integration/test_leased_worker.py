@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -11,7 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice.pipeline.config.types import BrokerConfig, Config, WorkerConfig
-from sluice.pipeline.errors import EngineError
+from sluice.pipeline.errors import EngineError, EngineHangs
 from sluice.pipeline.queue import Claim, Finished, Hooks, JobQueue, LeasedWorker
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
@@ -149,6 +150,25 @@ async def test_a_failing_engine_ends_it_and_its_jobs_go_back_with_blame(
     with pytest.raises(EngineError, match="out of oil"):
         async with asyncio.timeout(HANG_S):
             await leases.serve(Shelf(leases), make(leases))
+    assert await client.hget(f"{keys.job_state}{keys.run}:a", "shared") == b"1"
+
+
+async def test_an_engine_that_hangs_while_new_weights_are_awaited_ends_it_too(
+    client: Any, keys: Keys, leases: LeasedWorker
+) -> None:
+    shelf, section = Shelf(leases), leases.settings
+
+    async def load() -> None:
+        if shelf.held():  # they started while the weights were on their way to an engine that had nothing to do
+            await asyncio.Event().wait()
+
+    hooks = Hooks(
+        progress=lambda: time.monotonic() - (section.stall_timeout_s + 1 if shelf.held() else 0), before_claim=load
+    )
+    await enqueue(client, keys, "a")
+    with pytest.raises(EngineHangs):
+        async with asyncio.timeout(HANG_S):
+            await leases.serve(shelf, hooks)
     assert await client.hget(f"{keys.job_state}{keys.run}:a", "shared") == b"1"
 
 
