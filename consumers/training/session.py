@@ -52,6 +52,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 from msgspec.structs import replace
+from safetensors import SafetensorError
 
 from sluice.consumers.samples import HAS_IMAGES, blind, letter
 from sluice.consumers.training.checkpoint import TrainerState, remove_unfinished_states
@@ -60,7 +61,15 @@ from sluice.consumers.training.step_log import StepRecords
 from sluice.consumers.training.trackers import Trackers
 from sluice.pipeline.broker.scripts.streams import Stepped
 from sluice.pipeline.broker.streams import Entry, Ownership, ack_batches, batch_reader
-from sluice.pipeline.errors import ConfigError, DeadlineExceeded, MessageError, TaskError, WeightsError, first_cause
+from sluice.pipeline.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    MessageError,
+    ModelError,
+    TaskError,
+    WeightsError,
+    first_cause,
+)
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.trained import begin_again, recognise
 from sluice.pipeline.run.role import Role
@@ -90,6 +99,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 _READ = 8  # entries per call
 _FILTERED = "dropped:zero_variance"
+_OF_FILES = (OSError, SafetensorError, ModelError, WeightsError)  # what work with files that are gone raises
 
 
 @dataclass(frozen=True)
@@ -551,11 +561,11 @@ class Session:
 
     @contextlib.asynccontextmanager
     async def guarding_files(self) -> AsyncIterator[None]:
-        """If the trainer was replaced and its successor deleted its files, raise exactly that instead of OSError."""
+        """If the trainer was replaced and its successor deleted its files, raise exactly that, not what is missing."""
         try:
             yield
         except Exception as error:
-            if isinstance(first_cause(error), OSError):
+            if isinstance(first_cause(error), _OF_FILES):
                 await self._owner.confirm()
             raise
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import save_file
 
+from sluice.consumers.training import handoff
+from sluice.consumers.training.checkpoint import TrainerState, write_state
 from sluice.consumers.training.handoff import Rollouts
 from sluice.consumers.training.session import Session
 from sluice.consumers.training.step_log import StepRecords, read_steps
-from sluice.pipeline.errors import (
-    ModelError,
-)
+from sluice.pipeline.broker import connection
+from sluice.pipeline.errors import LeaseLost, ModelError
 from sluice.pipeline.weights import versions
 from sluice.pipeline.weights.carriers import carrier_of
 from sluice.pipeline.weights.registry import WeightsRegistry
@@ -27,8 +31,6 @@ from tests.training_loops import MakeRun, ctrl_c, ids, load, look, manifest_of, 
 
 class _Adapter:
     def save_pretrained(self, directory: Path) -> None:
-        from safetensors.torch import save_file
-
         save_file({"linear.weight": torch.zeros(1)}, directory / "adapter_model.safetensors")
 
 
@@ -97,6 +99,30 @@ def test_a_version_whose_upload_was_cut_off_is_in_the_store_when_it_is_registere
     worker = carrier_of(config)
     versions.check_files(manifest_of(config, 1), worker.fetch(manifest_of(config, 1)))
     worker.close()
+
+
+@pytest.mark.parametrize("at_work", ["writing tensors", "naming the files"])
+def test_a_loop_whose_successor_removed_its_files_says_that_it_was_replaced(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, at_work: str
+) -> None:
+    """It was paused: what it finds missing is not the cause."""
+    config = make_run(1)
+
+    def resumes(directory: Path, state: TrainerState) -> None:
+        write_state(directory, state)
+        role = f"{Keys(config.run).owner}trainer"
+        with connection.connect_sync(config.broker) as client:
+            client.mset(dict.fromkeys((role, f"{role}:last"), "successor"))
+        shutil.rmtree(directory)
+        if at_work == "writing tensors":
+            save_file({"moment": torch.zeros(1)}, directory / "optimizer.safetensors")
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.raises(LeaseLost, match="took over this role"))  # at its end too
+        rollouts = stack.enter_context(Rollouts(config))
+        next(rollouts.batches())
+        monkeypatch.setattr(handoff, "write_state", resumes)
+        rollouts.publish(rollouts.model_path)
 
 
 def test_what_is_no_model_of_this_run_is_not_published(make_run: MakeRun, tmp_path: Path) -> None:
