@@ -296,7 +296,8 @@ class AsyncGRPORollouts(TrainerCallback):
             self._cold = False
             return
         held = [seq_id for seq_id in list(self._taken)[: self._trained] if seq_id]
-        self._published.publish(iterator, held)
+        if held or not self._ended:  # a start behind the last version has nothing to train, and TRL makes a step of it
+            self._published.publish(iterator, held)
         for _ in range(self._trained):
             self._taken.popleft()
         self._trained = 0
@@ -323,9 +324,7 @@ class AsyncGRPORollouts(TrainerCallback):
 
     def _nothing(self) -> RolloutSample:
         """One that trains nothing."""
-        tokens = [*self._codec.eos_token_ids[:1]] or [0]
-        row = _Row("", "", tokens * 2, 1, [0, 0], [0.0, 0.0], 1.0, -1, math.nan, 0.0)
-        return self._made(row, -1, self._number, {})
+        return self._made(_blank(self._codec), -1, self._number, {})
 
     def _made(self, row: _Row, group: int, number: int, metrics: Mapping[str, float]) -> RolloutSample:
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
@@ -385,6 +384,7 @@ class GRPORollouts(TrainerCallback):
         self._batches = rollouts.batches()
         self._batch: list[_Row] | None = None
         self._held: list[str] = []
+        self._ended = False
         self._uses = self._used = 0  # micro-batches that a generation is trained in
 
     def reward(self, completions: Sequence[Any], run_reward: Sequence[float], **_: Any) -> list[float | None]:
@@ -398,9 +398,11 @@ class GRPORollouts(TrainerCallback):
         rows = self._batch if self._batch is not None else self._next()
         self._batch, self._used = None, 0
         self._uses = trainer.args.steps_per_generation * trainer.num_iterations
-        if rows is None:
-            raise TaskError("the run has no rollouts left")
-        rows = self._in_groups(rows, len(prompts), trainer.num_generations)
+        self._ended = rows is None
+        if rows is None:  # a start behind the last version: TRL makes its first step all the same
+            rows = [_blank(HFTextCodec(self._rollouts.model_path))] * len(prompts)
+        else:
+            rows = self._in_groups(rows, len(prompts), trainer.num_generations)
         self._held = [row.seq_id for row in rows if row.seq_id]
         comparable = all(_is_at(row, trainer.args.temperature) for row in rows)
         return {
@@ -440,7 +442,8 @@ class GRPORollouts(TrainerCallback):
         self._used += 1
         if self._used < self._uses:
             return
-        self._published.publish(_named(model), self._held)
+        if not self._ended:
+            self._published.publish(_named(model), self._held)
         if state.global_step < state.max_steps:
             self._batch = self._next()
             control.should_training_stop |= self._batch is None
@@ -461,6 +464,12 @@ class GRPORollouts(TrainerCallback):
         like = rows[0]
         blank = msgspec.structs.replace(like, seq_id="", response_mask=[0] * len(like.token_ids), reward=math.nan)
         return whole + [blank] * (count - len(whole))
+
+
+def _blank(codec: HFTextCodec) -> _Row:
+    """One that trains nothing."""
+    tokens = [*codec.eos_token_ids[:1]] or [0]
+    return _Row("", "", tokens * 2, 1, [0, 0], [0.0, 0.0], 1.0, -1, math.nan, 0.0)
 
 
 def _named(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,6 +13,7 @@ from tests.e2e.processes import Process, wait_gone
 from tests.e2e.stack import Stack
 
 ROOT = Path(__file__).parents[2]
+AHEAD = 24  # sequences: as far as the producer may be ahead of the trainer
 REWARD = "def score(text, truth, row):\n    return float(len(text) % 3)\n"
 
 
@@ -43,9 +46,13 @@ def assert_each_once(stack: Stack, trained: int) -> None:
 def test_the_asynchronous_trainer_is_killed_and_the_run_completes(make_stack: MakeStack) -> None:
     stack = reward_run(make_stack, 2)
     run = stack.start("run")
+    now = stack.wait(lambda now: now.enqueued == AHEAD and now.alive("producer"), "the producer to be ahead")
+    [producer] = now.alive("producer")
+    os.kill(producer.pid, signal.SIGSTOP)  # the first trainer can't come to the end of the run
     first = trainer(stack, "trl_async_grpo.py")
     stack.wait(lambda now: (now.latest_version or 0) >= 2, "two versions of the first trainer")
     first.kill()
+    os.kill(producer.pid, signal.SIGCONT)
     second = trainer(stack, "trl_async_grpo.py")
     assert run.wait() == 0, stack.report(stack.snapshot())
     assert second.wait() == 0, second.tail()

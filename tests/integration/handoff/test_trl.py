@@ -141,6 +141,21 @@ def test_what_no_version_holds_comes_again(make: Callable[..., Config], tmp_path
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_started_again_behind_the_last_version_it_has_nothing_to_do(
+    make: Callable[..., Config], tmp_path: Path
+) -> None:
+    """As after a kill between that version's files and the trainer's end."""
+    config = make(1)
+    with Rollouts(config) as rollouts:
+        next(rollouts.batches())
+        rollouts.publish(rollouts.model_path)
+    with Rollouts(config) as rollouts:
+        async_trainer(rollouts, tmp_path).train()
+        assert rollouts.version == 1
+    assert trained(config) == ids(1)
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_samples_that_are_too_old_are_dropped_with_a_reason(make: Callable[..., Config], tmp_path: Path) -> None:
     config = make(4)
     with Rollouts(config) as rollouts:
@@ -286,6 +301,19 @@ def test_three_steps_by_a_rollout_function(make: Callable[..., Config], tmp_path
     own = trainer.model.state_dict()
     assert all(torch.equal(published[name], own[name]) for name in published)
     assert any(not torch.equal(published[name], start[name]) for name in published)
+
+
+def test_a_rollout_function_started_again_behind_the_last_version_has_nothing_to_do(
+    make: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = make(1, staleness=0)
+    with Rollouts(config) as rollouts:
+        next(rollouts.batches())
+        rollouts.publish(rollouts.model_path)
+    with Rollouts(config) as rollouts:
+        grpo_trainer(rollouts, tmp_path).train()
+        assert rollouts.version == 1
+    assert trained(config) == ids(1)
 
 
 def test_a_group_that_lost_a_member_is_dropped_and_rows_in_its_place_change_no_reward(
