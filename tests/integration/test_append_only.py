@@ -57,6 +57,7 @@ class Cramped(KillableBroker):
         """It refuses writes after this, having written a part of one."""
         with self.client() as client:
             client.set("before", "x" * 100)
+            wait(lambda: has_written(client), "all to be written")
             self.limit(50)
             client.set("cut", "y" * 1000)
             wait(lambda: refuses(client), "a refusal")
@@ -86,6 +87,11 @@ def wait(holds: Callable[[], bool], cause: str) -> None:
 
 def info(client: redis.Redis, section: str = "persistence") -> dict[str, Any]:
     return cast("dict[str, Any]", client.info(section))
+
+
+def has_written(client: redis.Redis) -> bool:
+    """What it has acknowledged is in its file; it holds that back for up to 2 s while it syncs the file."""
+    return not info(client)["aof_buffer_length"]
 
 
 def answers(client: redis.Redis) -> bool:
@@ -181,6 +187,7 @@ def test_our_own_broker_starts_on_a_file_with_zeros_between_and_has_all_of_it(br
     with broker.client() as client:
         wait(lambda: not refuses(client), "room")
         client.set("after", "z" * 100)
+        wait(lambda: has_written(client), "all to be written")
     broker.kill()
     assert bytes(50) in broker.file.read_bytes()
     with embedded_broker(BrokerConfig(embedded_dir=str(tmp_path))) as url, redis.Redis.from_url(url) as client:

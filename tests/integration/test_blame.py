@@ -156,7 +156,7 @@ async def test_a_worker_that_was_ended_from_outside_blames_nobody(client: Redis,
             assert await worker(client, keys).reap(ended.owner, MOST, killed=True) == 2
     raw: Any = client
     assert await raw.hget(f"{keys.job_state}{keys.run}:a", "shared") is None
-    assert (await snapshot(client, keys)).redelivered_jobs == 8 if "lease" in told else 10
+    assert (await snapshot(client, keys)).redelivered_jobs == (8 if "lease" in told else 10)
 
 
 async def test_no_more_workers_empty_themselves_than_suspects_need(client: Redis, keys: Keys) -> None:

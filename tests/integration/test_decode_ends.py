@@ -25,6 +25,7 @@ from tests.contract.engine_fixtures import started
 from tests.deadlines import HANG_S
 from tests.decode_workers import working
 from tests.factories import decode_job
+from tests.integration.test_decode_worker import hold_steps
 from tests.roles import eventually, run_config
 from tests.tiny_models import save_tiny_model
 
@@ -201,13 +202,14 @@ async def test_a_suspect_runs_alone_until_it_gets_on(
 
 
 async def test_an_engine_that_fails_hands_its_jobs_back_with_blame(
-    config: Config, source: Path, client: Any, keys: Keys
+    config: Config, source: Path, client: Any, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # More sequences than any machine decodes before the engine closes; a job that has stored progress isn't blamed.
     await JobQueue(client, keys).enqueue([decode_job(f"{keys.run}:a", n=64, sampling=LONG)], PLENTY)
+    # A job that has stored progress isn't blamed, nor is one of which a sequence is committed.
     config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, checkpoint_tokens=0))
     dying = HfBackend(ModelConfig(path=str(source), device="cpu"), max_batch=4)
     await dying.start()
+    hold_steps(monkeypatch, dying, lambda thread: thread._stopping)
     failure = await _failure_of_a_worker_whose_engine_closes(config, dying)
     assert isinstance(failure, EngineError)
     assert await client.hget(f"{keys.job_state}{keys.run}:a", "shared") == b"1"

@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from sluice.workers.decode_worker import DecodeWorker
 from sluice.workers.engine.constraints import NO_TOKEN
 from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.engine.hf import HfBackend
+from sluice.workers.engine.hf.backend import DecodeThread
+from sluice.workers.engine.hf.decoder import Decoder
 from sluice.workers.job_prompts import JobPrompt, JobPrompts
 from sluice.workers.weights_watch import WeightsWatch
 from tests.asking import Asked, answer, reading
@@ -93,6 +95,19 @@ async def over(client: Any, keys: Keys, count: int) -> None:
         return now.committed + now.dead >= count
 
     await eventually(holds, f"{count} sequences to end")
+
+
+def hold_steps(monkeypatch: pytest.MonkeyPatch, backend: HfBackend, until: Callable[[DecodeThread], object]) -> None:
+    """The engine makes one step over what it runs, and no other before this holds: nothing long ends earlier."""
+    thread, serve = backend._thread, backend._thread._serve
+
+    def hold(decoder: Decoder) -> None:
+        serve(decoder)
+        deadline = time.monotonic() + HANG_S
+        while decoder.rows and not until(thread) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(thread, "_serve", hold)
 
 
 async def test_each_sequence_is_committed_once_with_its_arrays(
@@ -167,7 +182,7 @@ async def test_a_caller_is_answered_with_its_samples_and_why_there_are_no_more(
 
 
 async def test_a_stop_hands_jobs_back_without_blame_and_the_next_worker_makes_the_same_tokens(
-    config: Config, backend: HfBackend, client: Any, keys: Keys
+    config: Config, backend: HfBackend, client: Any, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Seeds without the job's id, which is random: some day one would draw a number so close to the border of two tokens
     # that another shape of the batch moves it across.
@@ -180,13 +195,15 @@ async def test_a_stop_hands_jobs_back_without_blame_and_the_next_worker_makes_th
         await client.delete(f"{ARQ_RESULT}{keys.run}:{name}")
     await client.delete(keys.results + "0")
     await enqueue(client, keys, "a", "b", **again)
-    async with working(changed(config, drain_s=0.0, max_attempts=1), backend) as stop:
 
-        async def claimed() -> bool:
-            return bool(await client.hget(f"{keys.job_state}{keys.run}:a", "owner"))
+    async def claimed() -> bool:
+        return bool(await client.hget(f"{keys.job_state}{keys.run}:a", "owner"))
 
-        await eventually(claimed, "a claim")
-        stop.set()
+    with monkeypatch.context() as patch:
+        hold_steps(patch, backend, lambda thread: thread._aborted)
+        async with working(changed(config, drain_s=0.0, max_attempts=1), backend) as stop:
+            await eventually(claimed, "a claim")
+            stop.set()
     assert (await snapshot(client, keys)).dead == 0
     async with working(changed(config, max_attempts=1), backend, "next"):
         await over(client, keys, 8)

@@ -33,7 +33,7 @@ from sluice.workers.weights_watch import WeightsWatch
 from tests import decode_workers
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.deadlines import HANG_S
-from tests.integration.test_decode_worker import enqueue, over, results, working
+from tests.integration.test_decode_worker import enqueue, hold_steps, over, results, working
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 
@@ -222,7 +222,10 @@ async def test_a_job_that_waited_for_a_row_is_not_begun_under_newer_weights_than
     few = msgspec.structs.replace(config.worker, max_batch=1, checkpoint_tokens=1)
     config = msgspec.structs.replace(config, worker=few)
     is_given = threading.Event()
-    async with engine(config, max_batch=1) as backend, decode_workers.working(config, backend) as worker:
+    async with (
+        engine(config, max_batch=1, second_copy_gb=0.0) as backend,  # they change with the next step
+        decode_workers.working(config, backend) as worker,
+    ):
         store, load = worker._store, backend._thread.load
 
         def hold(claim: Claim, index: int, progress: Progress) -> None:
@@ -368,12 +371,14 @@ async def test_a_load_that_takes_too_long_ends_the_worker(
 
 
 async def test_a_worker_without_whole_weights_hands_its_jobs_back(
-    config: Config, client: Any, keys: Keys, run_dir: Path
+    config: Config, client: Any, keys: Keys, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published = Published(client, keys, run_dir)
     await published.publish(0)
-    await enqueue(client, keys, *"abc", sampling=LONG)
+    made = published.make(1)
+    await enqueue(client, keys, *"abc", sampling=GREEDY)
     async with engine(config, second_copy_gb=0.0) as backend, role_of(config, "worker", "w") as role:
+        hold_steps(monkeypatch, backend, lambda thread: thread._loads)
         running = asyncio.create_task(DecodeWorker(role, backend, JobPrompts(config.model)).run())
 
         async def claimed() -> bool:
@@ -381,7 +386,7 @@ async def test_a_worker_without_whole_weights_hands_its_jobs_back(
 
         await eventually(claimed, "a claim")
         shutil.move(run_dir / "model-0", run_dir / "retired")
-        await published.publish(1, probe_score=1.0)
+        await published.publish(1, made, probe_score=1.0)
         async with asyncio.timeout(HANG_S):
             with pytest.raises(TornWeights, match="cannot be restored"):
                 await running

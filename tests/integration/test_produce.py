@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from sluice.pipeline.broker import streams
 from sluice.pipeline.broker.streams import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, PreflightConfig
 from sluice.pipeline.errors import ConfigError, DataError, LeaseLost, first_cause
@@ -235,8 +236,9 @@ async def test_an_empty_file_is_refused_and_exhausted_at_once_where_no_row_is_as
 
 
 async def test_a_second_producer_waits_until_the_first_has_ended(
-    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(streams, "TTL_S", HANG_S)  # whatever holds up the first, its claim doesn't expire
     config = config_of(broker_config, keys, tmp_path, [row(i) for i in range(4)], wide=2)
     first = asyncio.create_task(produce(config))
     async with asyncio.timeout(HANG_S):

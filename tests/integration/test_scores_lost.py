@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from sluice.pipeline.broker.connection import connect, wait_ready
 from sluice.pipeline.broker.embedded import embedded_broker
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.queue.scores import Scores
 from sluice.pipeline.wire.keys import SCORE_GROUP, Keys
+from tests.deadlines import HANG_S, RUN_S
 from tests.killable_broker import KillableBroker
 from tests.roles import eventually
 from tests.score_jobs import LONG_S, all_of, job, names, nothing_is_left, put, scored, scorer, serve
@@ -66,14 +68,17 @@ async def test_a_group_that_the_broker_lost_is_made_again(client: Any, keys: Key
     assert names(await jobs.take(8, 1)) == ["a:1"]
 
 
-async def test_a_group_that_vanishes_under_a_waiting_scorer_ends_the_wait_alone(client: Any, keys: Keys) -> None:
-    jobs = scorer(client, keys)
-    waiting = asyncio.create_task(jobs.take(8, 5000))
-    await eventually(lambda: _is_blocked(client), "the scorer to wait")
-    await client.delete(keys.score_jobs)
-    assert await waiting == []
-    await put(client, keys, job("a:0"))
-    assert names(await jobs.take(8, 1)) == ["a:0"]
+async def test_a_group_that_vanishes_under_a_waiting_scorer_ends_the_wait_alone(
+    broker_config: BrokerConfig, client: Any, keys: Keys
+) -> None:
+    async with connect(replace(broker_config, socket_timeout_s=2 * RUN_S)) as patient:
+        jobs = scorer(patient, keys)
+        waiting = asyncio.create_task(jobs.take(8, int(RUN_S * 1000)))
+        await eventually(lambda: _is_blocked(client), "the scorer to wait")
+        await client.delete(keys.score_jobs)
+        assert await asyncio.wait_for(waiting, HANG_S) == []
+        await put(client, keys, job("a:0"))
+        assert names(await jobs.take(8, 1)) == ["a:0"]
 
 
 async def test_an_outage_of_the_broker_costs_no_score(tmp_path: Path, keys: Keys) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from redis.asyncio import Redis
 
+from sluice.pipeline.broker import streams
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Read, StreamKeys
 from sluice.pipeline.broker.streams import Ownership, StreamReader, ack_batches, batch_reader, hand_off, result_reader
@@ -210,7 +211,10 @@ async def test_drops_of_the_trainer_let_decoding_run_no_further_ahead(client: Re
     assert (await queue.enqueue(jobs[4:], credit)).count("enqueued") == 4
 
 
-async def test_one_owner_at_a_time_and_the_wait_names_its_cause(client: Redis, keys: Keys) -> None:
+async def test_one_owner_at_a_time_and_the_wait_names_its_cause(
+    client: Redis, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "TTL_S", HANG_S)  # whatever holds us up, the first one's claim doesn't expire
     first = await owner_of(client, keys, "trainer")
     causes: list[tuple[WaitKind | None, str]] = []
 

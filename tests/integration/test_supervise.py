@@ -212,7 +212,7 @@ async def test_every_death_is_told_and_a_hearer_that_fails_or_hangs_holds_up_not
             raise OSError("no broker")
         await asyncio.sleep(3600)
 
-    boss = Supervisor(UpConfig(**QUICK), tmp_path / "logs", {}, on_death=hear)
+    boss = Supervisor(UpConfig(**QUICK, max_restarts=10**6), tmp_path / "logs", {}, on_death=hear)
     boss.add("fails", python("print(os.getpid(), flush=True); sys.exit(9)"))
     boss.add("hangs", python("print(os.getpid(), flush=True); os.kill(os.getpid(), 9)"))
     boss.add("well", python("print(os.getpid(), flush=True)"))

@@ -18,6 +18,7 @@ from sluice.consumers.training.checkpoint import TrainerState, read_state, write
 from sluice.consumers.training.handoff import RolloutDataset, Rollouts
 from sluice.consumers.training.session import Session
 from sluice.consumers.training.step_log import StepRecords, read_rollouts, read_steps
+from sluice.pipeline.broker import streams
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import (
     ConfigError,
@@ -92,6 +93,7 @@ def test_ids_that_the_callers_checkpoint_holds_are_not_given_again(make_run: Mak
 
 def test_one_loop_at_a_time(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_run(1)
+    monkeypatch.setattr(streams, "TTL_S", HANG_S)  # whatever holds up the first, its claim doesn't expire
     monkeypatch.setattr("sluice.consumers.training.session_thread._ACQUIRE_S", 0.1)
     with (
         Rollouts(config),
