@@ -30,7 +30,7 @@ from sluice.workers.engine.hf.model import LoadedModel, load_model
 from sluice.workers.engine.hf.rows import Row
 from sluice.workers.engine.hf.standby import Load, Slice, Standby, second_model
 from sluice.workers.engine.hf.weights import Weights, load_weights
-from tests.contract.engine_fixtures import run, started
+from tests.contract.engine_fixtures import at_first_report, run, started
 from tests.contract.test_midflight import PROMPT, endless
 from tests.contract.versions import Updates, Versions, assert_right, decode_amid, random_prompt
 from tests.deadlines import HANG_S
@@ -124,6 +124,21 @@ def test_a_swap_right_after_a_slice_and_one_token_later(versions: Versions) -> N
         for output in loop.outputs():
             assert_right(output, versions)
             assert output.versions.count(0) == 1 + more
+
+
+def test_rows_without_a_token_of_their_version_go_into_a_slice(versions: Versions) -> None:
+    """As where the version after the next is there when the next one arrives."""
+    loop = Loop(versions)
+    loop.join(*some(40, 30))
+    loop.steps(5)
+    loop.prepare(1)
+    loop.swap(1, loop.slice_of(1, *loop.rows))
+    loop.prepare(2)
+    part = loop.slice_of(2, *loop.rows)
+    loop.steps(4)
+    loop.swap(2, part)
+    for output in loop.outputs():
+        assert_right(output, versions)
 
 
 def test_the_modules_take_turns(versions: Versions) -> None:
@@ -319,20 +334,24 @@ def test_aborts_and_cancelled_loads_amid_a_standby(versions: Versions) -> None:
     """A load that its caller gave up doesn't arrive; the next one does."""
 
     async def whole(backend: HfBackend) -> SequenceOutput:
-        waiting = asyncio.ensure_future(backend.decode(endless(PROMPT, 220, 9)))
+        loads: list[asyncio.Future[None]] = []
+
+        def change_mind() -> None:
+            given_up.cancel()
+            loads.append(asyncio.ensure_future(backend.load_weights(versions.directories[1], 1)))
+            others[0].cancel()
+            backend.abort("s9")
+
+        asked = endless(PROMPT, 220, 9, report_every=1, report=at_first_report(change_mind))
+        waiting = asyncio.ensure_future(backend.decode(asked))
         others = [asyncio.ensure_future(backend.decode(one)) for one in some(200, 200)]
-        await asyncio.sleep(0)
         given_up = asyncio.ensure_future(backend.load_weights(versions.directories[2], 2))
-        await asyncio.sleep(0)
-        given_up.cancel()
-        loading = asyncio.ensure_future(backend.load_weights(versions.directories[1], 1))
-        others[0].cancel()
-        backend.abort("s9")
-        await loading
+        output = await waiting
+        await loads[0]
         assert backend.version == 1
         backend.abort("s1")
         await asyncio.wait(others)
-        return await waiting
+        return output
 
     with started_beside(versions) as backend:
         output = asyncio.run(whole(backend))

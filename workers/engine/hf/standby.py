@@ -62,7 +62,8 @@ class Slice:
         self._lengths = [len(each) for each in ids]
         padded = left_padded(model, ids, self.rows[0].pad_token_id)
         self._width = padded[0].shape[1]  # columns cached
-        self._begin = min(self._width - len(context.token_ids) + 1 + context.first for context in contexts)
+        begins = (self._width - len(context.token_ids) + 1 + context.first for context in contexts)
+        self._begin = min(self._width, *begins)  # the newest tokens are scored even where none is asked for
         first = self._begin if self._begin < self._width else None
         self._logits, scores = forward_scored(model, *padded, self.cache, first, self._temperatures)
         self._scores = [scores]  # of the columns from `_begin` on
