@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -21,6 +21,7 @@ from sluice.workers.engine.hf import HfBackend
 from tests.deadlines import HANG_S
 
 ATTEMPTS = 5
+_Found = TypeVar("_Found")
 
 
 @contextlib.contextmanager
@@ -56,14 +57,23 @@ def at_first_report(act: Callable[[], object]) -> Callable[[Progress], None]:
     return report
 
 
+async def repeated(attempt: Callable[[], Awaitable[_Found]], until: Callable[[_Found], bool]) -> _Found:
+    """The first that was in time, or the last: vLLM's core may be far ahead when we are late."""
+    for _ in range(ATTEMPTS - 1):
+        found = await attempt()
+        if until(found):
+            return found
+    return await attempt()
+
+
 async def decode_aborted(backend: Backend, asked: SequenceRequest) -> SequenceOutput:
-    """Aborted at its first report. Once more where it had ended: vLLM's core may be far ahead when we are late."""
-    for _ in range(ATTEMPTS):
+    """Aborted at its first report. Once more where it had ended."""
+
+    async def attempt() -> SequenceOutput:
         report = at_first_report(lambda: backend.abort(asked.seq_key))
-        output = await asyncio.wait_for(backend.decode(replace(asked, report_every=4, report=report)), HANG_S)
-        if len(output.token_ids) < asked.sampling.max_new_tokens:
-            break
-    return output
+        return await asyncio.wait_for(backend.decode(replace(asked, report_every=4, report=report)), HANG_S)
+
+    return await repeated(attempt, until=lambda output: len(output.token_ids) < asked.sampling.max_new_tokens)
 
 
 async def decode_all(backend: Backend, requests: Sequence[SequenceRequest]) -> list[SequenceOutput]:

@@ -23,9 +23,9 @@ from sluice.workers.engine.adapters import AdapterRoom, Policy
 from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, WeightsProbe
 from sluice.workers.engine.vllm import VllmBackend
 from sluice.workers.engine.vllm.sequences import Entries
-from tests.contract.engine_fixtures import decode_all, reference, reference_logprobs, request, run, started
+from tests.contract.engine_fixtures import decode_all, reference, reference_logprobs, repeated, request, run, started
 from tests.contract.test_midflight import endless
-from tests.contract.versions import ATTEMPTS, TOLERANCE, Versions, assert_right, decode_amid, random_prompt
+from tests.contract.versions import TOLERANCE, Versions, assert_right, decode_amid, random_prompt
 from tests.contract.vllm_fixtures import started_vllm
 from tests.deadlines import HANG_S
 from tests.tiny_models import save_tiny_model
@@ -159,10 +159,7 @@ def test_a_new_version_of_one_adapter_leaves_the_others_alone(engine: Backend, m
             await asyncio.gather(*loads)
         return found
 
-    for _ in range(ATTEMPTS):  # as in `decode_amid`
-        first, *rest = asyncio.run(whole())
-        if len(set(first.versions)) > 1:
-            break
+    first, *rest = asyncio.run(repeated(whole, until=lambda found: len(set(found[0].versions)) > 1))
     assert set(first.versions) == {7, 8}
     assert_right(first, own)
     for output, name in zip(rest, ("prose", "", ""), strict=True):

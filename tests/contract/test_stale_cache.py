@@ -43,8 +43,9 @@ def test_running_rows_keep_their_cache_and_new_ones_have_none(versions: Versions
             backend, versions, [(20, 1), (60, 2)], [endless(PROMPT, 220), endless(list(b"another"), 220, 1)]
         )
         new = run(backend, endless(PROMPT, 8))[0]
+    assert set(ours.versions) == {0, 1, 2}
+    assert set(other.versions) >= {1, 2}  # the leader may have its 20 tokens before this one is sent
     for output in (ours, other):
-        assert set(output.versions) == {0, 1, 2}
         expected = over_one_cache(versions, output.prompt_token_ids, output)
         assert output.logprobs == pytest.approx(expected, abs=TOLERANCE)
         assert not output.sampled.proximal_versions, "nothing was scored, and nothing claims so"

@@ -21,7 +21,7 @@ from sluice.workers.engine.hf import HfBackend
 from sluice.workers.engine.prompts import Prompts
 from sluice.workers.engine.vllm import VllmBackend
 from sluice.workers.engine.vllm.vision import Vision
-from tests.contract.engine_fixtures import run, started
+from tests.contract.engine_fixtures import repeated, run, started
 from tests.contract.test_midflight_images import assert_seen_right
 from tests.contract.test_vision_families import messages, other_decoder
 from tests.contract.versions import Versions, decode_amid
@@ -156,10 +156,14 @@ def test_either_backend_goes_on_where_the_other_was_interrupted(pair: Pair) -> N
 
 
 async def test_an_abort_reaches_a_sequence_whose_image_is_being_processed(pair: Pair) -> None:
-    task = asyncio.create_task(pair.vllm.decode(pair.request(picture(900, 700), max_new_tokens=400)))
-    await asyncio.sleep(0)
-    pair.vllm.abort("s")
-    output = await task
+    async def attempt() -> SequenceOutput:
+        unseen = picture(900, 700)  # another object each time, which nobody has processed
+        task = asyncio.create_task(pair.vllm.decode(pair.request(unseen, max_new_tokens=400)))
+        await asyncio.sleep(0)
+        pair.vllm.abort("s")
+        return await task
+
+    output = await repeated(attempt, until=lambda found: found.finish_reason == "cancelled")
     assert output.finish_reason == "cancelled"
     assert len(output.token_ids) < 400
 

@@ -11,9 +11,9 @@ import pytest
 
 from sluice.pipeline.errors import TornWeights, WeightsError
 from sluice.workers.engine.contracts import Backend, SequenceOutput, WeightsProbe
-from tests.contract.engine_fixtures import run, started
+from tests.contract.engine_fixtures import ATTEMPTS, run, started
 from tests.contract.test_midflight import PROMPT, endless
-from tests.contract.versions import ATTEMPTS, Updates, Versions, assert_right, decode_amid
+from tests.contract.versions import Updates, Versions, assert_right, decode_amid
 from tests.contract.vllm_fixtures import started_vllm
 
 STARTS = {"hf": started, "vllm": started_vllm}

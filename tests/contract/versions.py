@@ -14,7 +14,7 @@ import torch
 
 from sluice.pipeline.wire.messages import Progress
 from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
-from tests.contract.engine_fixtures import ATTEMPTS, reference, reference_logprobs
+from tests.contract.engine_fixtures import reference, reference_logprobs, repeated
 from tests.deadlines import HANG_S
 from tests.tiny_models import save_tiny_model
 
@@ -122,11 +122,8 @@ def decode_amid(
         await backend.load_weights(versions.directories[0], 0)
         return await updates(backend, versions, schedule).decode(requests)
 
-    for _ in range(ATTEMPTS):
-        outputs = asyncio.run(whole())
-        if set(outputs[0].versions) >= {0, *(version for _, version in schedule)}.difference(refused):
-            break
-    return outputs
+    due = {0, *(version for _, version in schedule)}.difference(refused)
+    return asyncio.run(repeated(whole, until=lambda outputs: set(outputs[0].versions) >= due))
 
 
 def random_prompt(seed: int, longest: int = 30) -> list[int]:
