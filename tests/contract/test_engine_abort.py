@@ -71,7 +71,14 @@ async def test_aborting_what_is_not_there_is_no_error(backend: Backend) -> None:
 
 
 async def test_an_abort_ends_only_what_was_asked_for_before_it(backend: Backend) -> None:
-    backend.abort("again")
     again = replace(request(PROMPT), seq_key="again")
-    await asyncio.sleep(0.05)
-    assert (await backend.decode(again)).finish_reason == "length"
+    decoding = list[asyncio.Task[SequenceOutput]]()
+
+    def ask_again() -> None:
+        backend.abort("again")
+        decoding.append(asyncio.create_task(backend.decode(again)))
+
+    asked = request(PROMPT, temperature=1.0, max_new_tokens=200)
+    first = replace(asked, seq_key="again", report_every=4, report=at_first_report(ask_again))
+    await asyncio.wait_for(backend.decode(first), HANG_S)
+    assert (await asyncio.wait_for(decoding[0], HANG_S)).finish_reason == "length"

@@ -237,8 +237,8 @@ class DecodeThread:
         self._loads: deque[_Job] = deque()
         self._scores: deque[_Job] = deque()
         self._coming: set[Coming] = set()
-        self._aborted: set[str] = set()  # sequence keys
-        self._open: set[Future[Any]] = set()  # all unanswered ones
+        self._aborted: set[Future[Any]] = set()
+        self._open: dict[Future[Any], str] = {}  # all unanswered ones, and the sequence's key
         self._futures: dict[int, Future[Any]] = {}  # id(row) -> its future
         self._stopping = False
         self._ended: EngineError | None = None
@@ -269,9 +269,9 @@ class DecodeThread:
     ) -> Future[SequenceOutput]:
         """Queue one sequence, with its prepared images if it has some; cancel the future to abort it."""
         with self._wake:
-            future = self._submit(self._joins, (request, vision))
+            future = self._submit(self._joins, (request, vision), request.seq_key)
             if call is not None and call.aborted:
-                self._aborted.add(request.seq_key)
+                self._aborted.add(future)
             return future
 
     def load(
@@ -288,7 +288,7 @@ class DecodeThread:
         with self._wake:
             for call in self._coming:
                 call.aborted = call.aborted or call.seq_key == seq_key
-            self._aborted.add(seq_key)
+            self._aborted.update(future for future, key in self._open.copy().items() if key == seq_key)
             self._wake.notify()
 
     def progress(self) -> float:
@@ -303,13 +303,13 @@ class DecodeThread:
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
 
-    def _submit(self, queue: deque[_Job], what: Any) -> Future[Any]:
+    def _submit(self, queue: deque[_Job], what: Any, seq_key: str = "") -> Future[Any]:
         future: Future[Any] = Future()
         with self._wake:
             if self._ended is not None:
                 raise EngineError(str(self._ended)) from self._ended
-            self._open.add(future)
-            future.add_done_callback(self._open.discard)
+            self._open[future] = seq_key
+            future.add_done_callback(self._open.pop)
             queue.append((what, future))
             self._wake.notify()
         return future
@@ -371,14 +371,14 @@ class DecodeThread:
     def _end_aborted(self, decoder: Decoder) -> None:
         """Answer aborted sequences, running or waiting, with what they have."""
         with self._wake:
-            keys, self._aborted = self._aborted, set()
-            if not keys:
+            aborted, self._aborted = self._aborted, set()
+            if not aborted:
                 return
-            waiting = [job for job in self._joins if job[0][0].seq_key in keys]
-            stay = [job for job in self._joins if job[0][0].seq_key not in keys]
+            waiting = [job for job in self._joins if job[1] in aborted]
+            stay = [job for job in self._joins if job[1] not in aborted]
             self._joins.clear()
             self._joins.extend(stay)
-        running = [row for row in decoder.rows if row.request.seq_key in keys]
+        running = [row for row in decoder.rows if self._futures[id(row)] in aborted]
         decoder.drop(running)
         for row in [*running, *self._rows_of(decoder, waiting)]:
             if row.finish_reason is None:
