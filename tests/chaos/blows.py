@@ -34,12 +34,12 @@ def seeded() -> random.Random:
     return random.Random(chaos_seed())
 
 
-def stop_while_it_holds_jobs(stack: Stack, worker: Process) -> set[str]:
-    """SIGSTOP a worker at a moment when it holds leases; returns the jobs it holds.
+def stop_while_it_holds_jobs(stack: Stack, worker: Process, least: int = 1) -> set[str]:
+    """SIGSTOP a worker at a moment when it holds leases, so many at least; returns the jobs it holds.
 
     It may not know yet that it holds them: the broker's answer to its claim can be on the way.
     """
-    return _stop_while(stack, worker, stack.leased)
+    return _stop_while(stack, worker, stack.leased, least)
 
 
 def stop_while_it_decodes(stack: Stack, worker: Process) -> set[str]:
@@ -50,7 +50,7 @@ def stop_while_it_decodes(stack: Stack, worker: Process) -> set[str]:
     return _stop_while(stack, worker, lambda: _begun(stack))
 
 
-def _stop_while(stack: Stack, worker: Process, holders: Callable[[], dict[str, str]]) -> set[str]:
+def _stop_while(stack: Stack, worker: Process, holders: Callable[[], dict[str, str]], least: int = 1) -> set[str]:
     until = time.monotonic() + RUN_S
     while True:
         assert time.monotonic() < until, f"{worker.name} was never seen with jobs\n{stack.report(stack.snapshot())}"
@@ -58,7 +58,7 @@ def _stop_while(stack: Stack, worker: Process, holders: Callable[[], dict[str, s
             stop(worker)
             stack.leased()  # what it had sent before is done: the broker reads every connection before its next answer
             held = {job_id for job_id, name in holders().items() if name == worker.name}
-            if held:
+            if len(held) >= least:
                 return held
             worker.signal(signal.SIGCONT)
         time.sleep(0.01)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import time
 from collections.abc import Set
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,12 +13,10 @@ from sluice.pipeline.queue import seed_for
 from sluice.pipeline.wire.messages import SequenceResult
 from sluice.workers.engine.backends import make_backend
 from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
-from tests.chaos.blows import PATIENT, stop
+from tests.chaos.blows import PATIENT, stop_while_it_decodes
 from tests.contract.engine_fixtures import reference
 from tests.contract.near_ties import assert_same_unless_near_tie
-from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack, text_rows
-from tests.e2e.processes import Process
 from tests.e2e.stack import Stack
 
 pytestmark = pytest.mark.chaos
@@ -37,8 +32,7 @@ def test_stored_progress_of_a_killed_worker_is_decoded_on(make_stack: MakeStack,
     stack = make_stack(text_rows(JOBS), "exact_answer", sampling=SAMPLING, worker=worker, producer=producer)
     killed = stack.start("worker")
     stack.start("produce")
-    stop_amid_sequences(stack, killed)
-    held = stack.leased().keys()
+    held = stop_while_it_decodes(stack, killed)
     killed.kill()
     stack.start("worker")
     stack.wait(lambda _: len(results_of(stack, held)) == len(held), "the other worker's results")
@@ -57,27 +51,6 @@ def test_stored_progress_of_a_killed_worker_is_decoded_on(make_stack: MakeStack,
 
 def results_of(stack: Stack, jobs: Set[str]) -> list[SequenceResult]:
     return [result for result in stack.results() if result.seq_id.rpartition(":")[0] in jobs]
-
-
-def stop_amid_sequences(stack: Stack, worker: Process) -> None:
-    """SIGSTOP it at a moment when progress of a sequence is stored that has not ended."""
-    until = time.monotonic() + RUN_S
-    while True:
-        assert time.monotonic() < until, f"no progress was seen\n{stack.report(stack.snapshot())}"
-        if some_are_stored(stack):
-            stop(worker)
-            some_are_stored(stack)  # what it had sent before is done: the broker reads it before its next answer
-            if some_are_stored(stack):
-                return
-            worker.signal(signal.SIGCONT)
-        time.sleep(0.002)
-
-
-def some_are_stored(stack: Stack) -> bool:
-    """Of a sequence that has not ended; the pieces go with its end."""
-    with stack.client() as client:
-        raw: Any = client
-        return any(raw.scan_iter(f"{stack.keys.progress}*", count=1000))
 
 
 def requests(stack: Stack, found: list[SequenceResult]) -> list[SequenceRequest]:

@@ -43,7 +43,7 @@ def test_random_kills_lose_nothing(make_stack: MakeStack) -> None:
     logs = {log.stem for log in (stack.run_dir / "logs").glob("*.log")}
     assert logs == {"producer", "worker-0", "worker-1", "consumer-0", "trainer"}
     wait_gone(stack.mark)
-    assert not stack.litter()
+    assert not stack.litter_that_stays()
 
 
 def struck(pid: int) -> bool:

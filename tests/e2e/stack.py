@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import signal
 import time
 import uuid
@@ -20,6 +21,8 @@ import yaml
 from sluice.consumers.training.step_log import read_steps
 from sluice.pipeline.broker import connection as broker
 from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.config.load import RESOLVED
+from sluice.pipeline.config.run_origin import ORIGIN
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.queue import job_id_for, rollout_group_for
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
@@ -30,6 +33,7 @@ from tests.e2e.processes import BIN, Process, end_all, environment, launch, mark
 
 Row = dict[str, Any]
 STOPPED = 128 + signal.SIGTERM  # of a role that was asked to stop
+_OF_PROVENANCE = re.compile(rf"\.({re.escape(RESOLVED)}|versions\.json|{re.escape(ORIGIN)})\.[0-9a-f]+\.tmp")
 ENDLESS = {"epochs": 100_000}  # data of a run that is never over before `end_data`
 
 
@@ -212,6 +216,10 @@ class Stack:
     def litter(self) -> list[Path]:
         """Files and directories of this test that were not finished."""
         return [path for path in self.directory.rglob("*") if path.name.endswith(".tmp")]
+
+    def litter_that_stays(self) -> list[Path]:
+        """`litter` without that of a killed `provenance.store`: a start sweeps it only once it is a minute old."""
+        return [path for path in self.litter() if not _OF_PROVENANCE.fullmatch(path.name)]
 
     def report(self, now: Snapshot) -> str:
         """State and logs, for a failing test."""

@@ -7,16 +7,27 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 from sluice.pipeline.status.run_end import read_end
 from sluice.pipeline.status.snapshot import Snapshot
+from tests.deadlines import HANG_S
 from tests.e2e.fixtures import MakeStack, text_rows
 from tests.e2e.processes import Process, wait_gone
 from tests.e2e.stack import Stack
 from tests.e2e.test_dashboard import get, poll
 
 CAUSE = "consumer-0 ended once: killed (SIGKILL), perhaps for memory"
+# `sluice`, whose last look at a run waits for a broker that stalls.
+PATIENT = f"""
+import sys
+from sluice.pipeline.cli.main import main
+from sluice.pipeline.run import stack
+
+stack._LAST_LOOK_S = {HANG_S}
+main(sys.argv[1:])
+"""
 
 
 def said(stack: Stack, code: int, *words: str) -> str:
@@ -40,7 +51,7 @@ def shown(stack: Stack, holds: str) -> str:
 
 def test_a_run_that_fails_says_why_from_its_directory_until_it_is_started_again(make_stack: MakeStack) -> None:
     stack = make_stack(text_rows(64), "exact_answer", data={"epochs": 100_000}, up={"max_restarts": 0})
-    command = stack.start("run")
+    command = stack.spawn([sys.executable, "-c", PATIENT, "run", "-c", str(stack.config_file)], name="run")
     command.expendable = True
 
     def has_trained(now: Snapshot) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import redis
 
 from sluice.consumers.training.step_log import read_rollouts, read_steps
-from tests.chaos.blows import resume, stop_while_it_decodes
+from tests.chaos.blows import is_stopped, resume
 from tests.deadlines import RUN_S
 from tests.e2e.fixtures import MakeStack
 from tests.e2e.processes import Process
@@ -21,6 +22,7 @@ from tests.tiny_vision_models import save_tiny_qwen3_vl
 
 ROOT = Path(__file__).parents[2]
 ROWS, SEEN = 10, 8
+REPORT = 178  # of progress: each sequence makes 4 at most, so 40 have ended by then, and of 88 some always run
 
 
 def rows_of(root: Path, count: int = ROWS, seen: int = SEEN) -> list[Row]:
@@ -93,7 +95,7 @@ def test_a_policy_run_on_pictures_has_every_number_right_with_updates_within_seq
         model={"path": str(model), "device": "cpu"},
         images={"roots": [str(root)]},
         policy={"enabled": True},
-        producer={"group_size": 4, "samples_per_version": 8, "max_in_flight": 48, "max_staleness": 5},
+        producer={"group_size": 4, "samples_per_version": 8, "max_in_flight": 88, "max_staleness": 10},
         worker={"checkpoint_tokens": 16, "max_batch": 4, "logprobs_mode": "processed", "lease_s": 2 * RUN_S},
         sampling={"temperature": 0.8, "max_new_tokens": 80},
         trainer={"learning_rate": 3e-3, "keep_rollouts": None, "freeze_vision": False},
@@ -104,13 +106,15 @@ def test_a_policy_run_on_pictures_has_every_number_right_with_updates_within_seq
     def start(role: str) -> Process:
         return stack.sluice(role, "-c", str(stack.config_file), PYTHONPATH=str(ROOT))
 
-    roles = {role: start(role) for role in ("train", "score", "produce", "worker")}
+    roles = {role: start(role) for role in ("train", "score", "produce")}
+    command = [sys.executable, "-m", "tests.e2e.stopping_worker", str(REPORT), "worker", "-c", str(stack.config_file)]
+    worker = stack.spawn(command, name="worker", PYTHONPATH=str(ROOT))
     # Stopped amid sequences, and far enough ahead that ended ones are older than the trainer's own weights can score.
-    stack.wait(lambda now: now.committed >= 28, "results that nothing is trained on yet")
-    stop_while_it_decodes(stack, roles["worker"])
+    stack.wait(lambda now: is_stopped(worker.popen.pid), "the worker to stop itself")
+    assert stack.snapshot().committed >= 24, "the third step has results of the first weights"
     start("consume")
     stack.wait(lambda now: now.latest_version is not None and now.latest_version >= 2, "two updates")
-    resume(roles["worker"])
+    resume(worker)
     stack.wait(lambda now: now.complete and now.state == "finished", "the end of the run")
     roles["score"].terminate()
     roles["score"].expendable = True

@@ -54,8 +54,7 @@ class Verdict:
         self.assert_nothing_waits()
         self._run.witness.recoveries.assert_ended()
         wait_gone(self._stack.mark)
-        # A killed write_atomic's leftover is swept by a later one, a minute after.
-        assert all(path.name.startswith(".config.resolved") for path in self._stack.litter())
+        assert not self._stack.litter_that_stays()
         assert not self._run.outsider.crater.exists(), "a pickle was loaded"
         self.assert_memory_is_back()
 
