@@ -53,7 +53,7 @@ def test_both_go_on_where_a_trainer_stopped_and_hold_no_step_twice(
     assert [e.step for e in events.Scalars("rollout/f1")] == [1, 2, 3, 4, 5]
     kept = sorted((tmp_path / "r" / "wandb").glob("offline-run-*/*.wandb"))
     runs, steps = set[tuple[str, str, str]](), dict[int, float]()
-    for record in (record for path in kept for record in wandb_records(path)):
+    for record in (record for path in kept for record in ended_run(path)):
         if record.WhichOneof("record_type") == "run":
             runs.add((record.run.run_id, record.run.display_name, record.run.project))
         elif record.WhichOneof("record_type") == "history":
@@ -66,6 +66,15 @@ def test_both_go_on_where_a_trainer_stopped_and_hold_no_step_twice(
     assert identity in (tmp_path / "r" / "tracking" / "wandb.json").read_text()
 
 
+def ended_run(path: Path) -> list[Any]:
+    """Its records, once it has all: W&B's own process may write the last ones after the run's `finish`."""
+    deadline = time.monotonic() + HANG_S
+    while not (records := list(wandb_records(path))) or records[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < deadline, f"{path} has no end: {records}"
+        time.sleep(0.01)
+    return records
+
+
 def wandb_records(path: Path) -> Iterator[Any]:
     """A file of an offline run: LevelDB's log format, a record that is split among blocks put together again."""
     proto: Any = import_module("wandb.proto.wandb_internal_pb2")
@@ -75,6 +84,8 @@ def wandb_records(path: Path) -> Iterator[Any]:
             at += left
             continue
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + size > len(data):  # it is being written
+            return
         whole += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last part
