@@ -159,7 +159,7 @@ class LeasedWorker:
         self._must_drain = False
         self._unaccepted = deque[Claim]()  # claimed, and not yet the holder's
         self._suspects = set[str]()  # jobs that have this worker for themselves, until they get on
-        self._unless_hung: asyncio.Timeout | None = None  # ends what is awaited before a claim
+        self._limit: asyncio.Timeout | None = None  # of what waits for the engine now
         self._pulse = Pulse(min(_BEAT_S, self.settings.stall_timeout_s / 4), self._look_for_hangs)
         self._beaten = self._swept = float("-inf")
         self._look_at = float("-inf")  # monotonic seconds
@@ -237,7 +237,7 @@ class LeasedWorker:
         if time.monotonic() - self._swept >= _SWEEP_S:
             self._swept = time.monotonic()
             await self.queue.sweep(_SWEEP_S)
-        await self._before_claim()
+        await self._unless_hung(self._hooks.before_claim())
         if self.stop.is_set() or time.monotonic() < self._look_at:
             self._hooks.each_turn()
             return False
@@ -248,21 +248,21 @@ class LeasedWorker:
         self._look_at = time.monotonic() + (got.again_s or self._poll_now_s())
         return False
 
-    async def _before_claim(self) -> None:
-        """May take minutes (new weights); if the engine hangs meanwhile over what it runs, it would never end."""
-        self._unless_hung = limit = asyncio.timeout(None)
+    async def _unless_hung(self, work: Awaitable[None]) -> None:
+        """What may wait for the engine, minutes for new weights: if it hangs over what it runs, that never ends."""
+        self._limit = limit = asyncio.timeout(None)
         try:
             async with limit:
-                await self._hooks.before_claim()
+                await work
         except TimeoutError:
             if limit.expired():
                 raise self._hang() from None
             raise
         finally:
-            self._unless_hung = None
+            self._limit = None
 
     def _look_for_hangs(self) -> None:
-        limit = self._unless_hung
+        limit = self._limit
         if self.keeper.stalled and limit is not None and not limit.expired():
             limit.reschedule(self._loop.time())
 
@@ -304,7 +304,7 @@ class LeasedWorker:
                 get_logger().warning("own lease had expired; its attempt starts over", job=claim.job_id)
             if claim.alone:
                 self._suspects.add(claim.job_id)
-            await holder.accept(claim)
+            await self._unless_hung(holder.accept(claim))
             self._unaccepted.popleft()
         return got
 

@@ -23,9 +23,8 @@ from sluice.pipeline.wire.tokens import TokenArray
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
 from tests.deadlines import HANG_S
-from tests.decode_workers import working
+from tests.decode_workers import hold_steps, working
 from tests.factories import decode_job
-from tests.integration.test_decode_worker import hold_steps
 from tests.roles import eventually, run_config
 from tests.tiny_models import save_tiny_model
 

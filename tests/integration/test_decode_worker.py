@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,12 @@ from sluice.workers.decode_worker import DecodeWorker
 from sluice.workers.engine.constraints import NO_TOKEN
 from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.engine.hf import HfBackend
-from sluice.workers.engine.hf.backend import DecodeThread
-from sluice.workers.engine.hf.decoder import Decoder
 from sluice.workers.job_prompts import JobPrompt, JobPrompts
 from sluice.workers.weights_watch import WeightsWatch
 from tests.asking import Asked, answer, reading
 from tests.contract.engine_fixtures import started
 from tests.deadlines import HANG_S
+from tests.decode_workers import hold_steps
 from tests.factories import decode_job, sequence_result
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import build_tokenizer, save_tiny_model
@@ -95,19 +94,6 @@ async def over(client: Any, keys: Keys, count: int) -> None:
         return now.committed + now.dead >= count
 
     await eventually(holds, f"{count} sequences to end")
-
-
-def hold_steps(monkeypatch: pytest.MonkeyPatch, backend: HfBackend, until: Callable[[DecodeThread], object]) -> None:
-    """The engine makes one step over what it runs, and no other before this holds: nothing long ends earlier."""
-    thread, serve = backend._thread, backend._thread._serve
-
-    def hold(decoder: Decoder) -> None:
-        serve(decoder)
-        deadline = time.monotonic() + HANG_S
-        while decoder.rows and not until(thread) and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-    monkeypatch.setattr(thread, "_serve", hold)
 
 
 async def test_each_sequence_is_committed_once_with_its_arrays(

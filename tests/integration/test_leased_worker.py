@@ -153,23 +153,33 @@ async def test_a_failing_engine_ends_it_and_its_jobs_go_back_with_blame(
     assert await client.hget(f"{keys.job_state}{keys.run}:a", "shared") == b"1"
 
 
+@pytest.mark.parametrize("waits_in", ["before a claim", "accept"])
 async def test_an_engine_that_hangs_while_new_weights_are_awaited_ends_it_too(
-    client: Any, keys: Keys, leases: LeasedWorker
+    client: Any, keys: Keys, leases: LeasedWorker, waits_in: str
 ) -> None:
-    shelf, section = Shelf(leases), leases.settings
+    """They are on their way to an engine that had nothing to do, and then got the first job."""
+
+    class Pinned(Shelf):
+        async def accept(self, claim: Claim) -> None:
+            if waits_in == "accept" and self.held():
+                await asyncio.Event().wait()
+            await super().accept(claim)
+
+    shelf, section = Pinned(leases), leases.settings
 
     async def load() -> None:
-        if shelf.held():  # they started while the weights were on their way to an engine that had nothing to do
+        if waits_in == "before a claim" and shelf.held():
             await asyncio.Event().wait()
 
     hooks = Hooks(
         progress=lambda: time.monotonic() - (section.stall_timeout_s + 1 if shelf.held() else 0), before_claim=load
     )
-    await enqueue(client, keys, "a")
+    await enqueue(client, keys, "a", "b")
     with pytest.raises(EngineHangs):
         async with asyncio.timeout(HANG_S):
             await leases.serve(shelf, hooks)
-    assert await client.hget(f"{keys.job_state}{keys.run}:a", "shared") == b"1"
+    blamed = [await client.hget(f"{keys.job_state}{keys.run}:{name}", "shared") for name in "ab"]
+    assert blamed == [b"1", b"1" if waits_in == "before a claim" else None], "one that hasn't begun has no blame"
 
 
 async def test_a_job_that_cannot_be_accepted_takes_no_neighbour_with_it(

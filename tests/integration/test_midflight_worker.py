@@ -33,7 +33,7 @@ from sluice.workers.weights_watch import WeightsWatch
 from tests import decode_workers
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.deadlines import HANG_S
-from tests.integration.test_decode_worker import enqueue, hold_steps, over, results, working
+from tests.integration.test_decode_worker import enqueue, over, results, working
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 
@@ -378,7 +378,7 @@ async def test_a_worker_without_whole_weights_hands_its_jobs_back(
     made = published.make(1)
     await enqueue(client, keys, *"abc", sampling=GREEDY)
     async with engine(config, second_copy_gb=0.0) as backend, role_of(config, "worker", "w") as role:
-        hold_steps(monkeypatch, backend, lambda thread: thread._loads)
+        decode_workers.hold_steps(monkeypatch, backend, lambda thread: thread._loads)
         running = asyncio.create_task(DecodeWorker(role, backend, JobPrompts(config.model)).run())
 
         async def claimed() -> bool:

@@ -91,6 +91,14 @@ def async_trainer(rollouts: Rollouts, directory: Path, **options: Any) -> Any:
     )  # fmt: skip
 
 
+def trained_already(config: Config) -> Config:
+    """A run of one batch, which a version holds."""
+    with Rollouts(config) as rollouts:
+        next(rollouts.batches())
+        rollouts.publish(rollouts.model_path)
+    return config
+
+
 def logged(trainer: Any, name: str) -> list[float]:
     return [each[name] for each in trainer.state.log_history if name in each]
 
@@ -145,10 +153,7 @@ def test_started_again_behind_the_last_version_it_has_nothing_to_do(
     make: Callable[..., Config], tmp_path: Path
 ) -> None:
     """As after a kill between that version's files and the trainer's end."""
-    config = make(1)
-    with Rollouts(config) as rollouts:
-        next(rollouts.batches())
-        rollouts.publish(rollouts.model_path)
+    config = trained_already(make(1))
     with Rollouts(config) as rollouts:
         async_trainer(rollouts, tmp_path).train()
         assert rollouts.version == 1
@@ -306,10 +311,7 @@ def test_three_steps_by_a_rollout_function(make: Callable[..., Config], tmp_path
 def test_a_rollout_function_started_again_behind_the_last_version_has_nothing_to_do(
     make: Callable[..., Config], tmp_path: Path
 ) -> None:
-    config = make(1, staleness=0)
-    with Rollouts(config) as rollouts:
-        next(rollouts.batches())
-        rollouts.publish(rollouts.model_path)
+    config = trained_already(make(1, staleness=0))
     with Rollouts(config) as rollouts:
         grpo_trainer(rollouts, tmp_path).train()
         assert rollouts.version == 1
